@@ -1,0 +1,31 @@
+"""What the scheduler decides for one step, as plain integers. The runner turns it into tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deltafold.scheduler.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's share of a step: tokens `num_computed_tokens : num_computed_tokens + num_scheduled_tokens`."""
+
+    request: Request
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    is_decode: bool
+    has_initial_state: bool  # the slot holds this request's state up to num_computed_tokens
+    is_sampled: bool  # the step reaches the request's last known token, so a new one is drawn
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step. `scheduled` has decodes first; `preempted` lost their blocks and slot in this call."""
+
+    scheduled: tuple[ScheduledRequest, ...]
+    preempted: tuple[Request, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_scheduled_tokens for item in self.scheduled)
