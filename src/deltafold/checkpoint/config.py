@@ -52,6 +52,7 @@ class MlaConfig:
     qk_rope_head_dim: int  # P
     v_head_dim: int  # V
     attention_bias: bool
+    latent_norm_eps: float = 1e-6  # of kv_a_layernorm and q_a_layernorm; the format has no key for it
 
     @property
     def qk_head_dim(self) -> int:

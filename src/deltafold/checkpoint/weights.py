@@ -6,18 +6,30 @@ truncated or not finite ends in one error that names every tensor concerned.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 
+class Init(enum.Enum):
+    """How `random_tensors` draws a tensor; the ranges keep a random model's activations and routing near a trained one's."""
+
+    LINEAR = "normal, mean 0, standard deviation 0.02"
+    ONES = "ones"
+    ZEROS = "zeros"
+    CONV = "uniform in [-0.5, 0.5)"
+    A_LOG = "logarithm of uniform in [1, 16)"
+    DT_BIAS = "uniform in [-4.6, -2.3)"
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """One checkpoint tensor and where it goes in its destination.
 
-    `names` are alternatives (the hub's name first); exactly one must be there. The tensor is viewed as `shape`
-    (same element count) and copied to `destination[index]`.
+    `names` are alternatives (the hub's name first); exactly one must be there, of `checkpoint_shape`. The tensor is
+    viewed as the shape of `destination[index]` (same element count) and copied there.
     """
 
     names: tuple[str, ...]
@@ -37,6 +49,7 @@ class TensorSpec:
     sources: tuple[Source, ...]
     dtype: torch.dtype | None = None
     split_axis: int | None = None
+    init: Init = Init.LINEAR
 
 
 ParameterTable = Mapping[str, TensorSpec]
