@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltafold.errors import NumericalError, RequestError
+from deltafold.errors import DeltafoldError, RequestError
 
 MAX_TOP_LOGPROBS = 64
 """Largest `logprobs` a request may ask for, in entries per position."""
@@ -193,7 +193,7 @@ class Completion:
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    error: NumericalError | None = None
+    error: DeltafoldError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,8 +207,7 @@ class EngineOptions:
         max_model_len: most tokens, prompt and output together, of one request; None takes the model's own
             limit, or what the memory holds if that is less.
         max_waiting: most requests waiting; one more raises `QueueFullError`. None is no limit.
-        memory: bytes for blocks, state slots and activations beside the weights; None takes a share of what is
-            free on the device.
+        memory: bytes for cache blocks and state slots together; None takes a share of what is free on the device.
         seed: seeds requests that bring none of their own; None draws one from the operating system.
     """
 

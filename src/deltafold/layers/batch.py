@@ -27,12 +27,3 @@ class ForwardBatch:
     logits_indices: Tensor  # [L] int64, tokens whose logits are wanted
     num_decodes: int
     max_seq_len: int  # largest of seq_lens
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """The memory of one layer; the fields its kind does not use are None."""
-
-    recurrent_state: Tensor | None = None  # [S, HV, K, V] float32
-    conv_state: Tensor | None = None  # [S, D, W - 1] compute dtype
-    latent_cache: Tensor | None = None  # [num_blocks, block_size, R + P] compute dtype

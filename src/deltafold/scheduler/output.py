@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deltafold.scheduler.request import Request
+from deltafold.types import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +30,14 @@ class SchedulerOutput:
     @property
     def num_tokens(self) -> int:
         return sum(item.num_scheduled_tokens for item in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestResult:
+    """What a step gave one request: the drawn token if it `is_sampled`, logprobs if it asked for them. Where
+    `is_finite` is false its logits were not, and nothing was drawn."""
+
+    token_id: int | None = None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    is_finite: bool = True

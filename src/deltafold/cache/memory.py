@@ -1,0 +1,164 @@
+"""From bytes to block and slot counts, and from those to tensors. Allocated bytes equal planned bytes.
+
+Models say per layer what they keep (`LayerSpec`); `cache/pools.py` hands out the ids of what is planned here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deltafold.errors import CapacityError, DeltafoldWarning
+
+BLOCK_SIZE = 64
+"""Tokens per cache block; a prefill chunk's end on the grid is a block's end."""
+
+DEFAULT_SHARE = 0.5
+"""Share of the free memory that blocks and slots may take unless `memory` says otherwise."""
+
+ROOMY_MODEL_LEN = 4096
+"""While `max_model_len` is not asked for, slots leave room for one request of this many tokens, if there is any."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What one layer keeps: per state slot, and per token of a block. Empty shapes keep nothing."""
+
+    recurrent_shape: tuple[int, ...] = ()  # (HV, K, V), float32
+    conv_shape: tuple[int, ...] = ()  # (D, W - 1), compute dtype
+    latent_dim: int = 0  # R + P values a token, compute dtype
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """The memory of one layer; what its spec leaves empty is None."""
+
+    recurrent_state: Tensor | None  # [S, HV, K, V] float32
+    conv_state: Tensor | None  # [S, D, W - 1] compute dtype
+    latent_cache: Tensor | None  # [num_blocks, BLOCK_SIZE, R + P] compute dtype
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How many blocks and slots there are, what each costs in bytes, and the context one request can have."""
+
+    num_blocks: int
+    num_slots: int
+    bytes_per_block: int
+    bytes_per_slot: int
+    max_model_len: int
+    budget: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block + self.num_slots * self.bytes_per_slot
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens of all requests together that the blocks hold."""
+        return self.num_blocks * BLOCK_SIZE
+
+
+def bytes_per_slot(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
+    """Bytes of one state slot over all layers."""
+    return sum(
+        math.prod(spec.recurrent_shape) * torch.float32.itemsize * bool(spec.recurrent_shape)
+        + math.prod(spec.conv_shape) * dtype.itemsize * bool(spec.conv_shape)
+        for spec in specs
+    )
+
+
+def bytes_per_block(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers."""
+    return sum(spec.latent_dim for spec in specs) * BLOCK_SIZE * dtype.itemsize
+
+
+def plan_memory(
+    specs: Sequence[LayerSpec],
+    dtype: torch.dtype,
+    *,
+    budget: int,
+    max_num_seqs: int,
+    max_model_len: int | None,
+    model_limit: int,
+) -> MemoryPlan:
+    """Divides `budget` bytes between slots and blocks.
+
+    One request can always reach `max_model_len` alone. There are `max_num_seqs` slots, or as many as fit, with a
+    DeltafoldWarning that states the number. More blocks than all slots could fill are not planned.
+
+    Raises:
+        CapacityError: with the bytes needed and the budget, if not even one request fits.
+    """
+    slot, block = bytes_per_slot(specs, dtype), bytes_per_block(specs, dtype)
+    wanted = -(-(max_model_len or min(model_limit, ROOMY_MODEL_LEN)) // BLOCK_SIZE)
+    if max_model_len is None and slot + wanted * block > budget:
+        wanted = 1
+    if (least := slot + wanted * block) > budget:
+        raise CapacityError(
+            f"one request of {wanted * BLOCK_SIZE} tokens needs {least} bytes "
+            f"(state slot {slot}, {wanted} blocks of {block}); the memory for both is {budget} bytes"
+        )
+    num_slots = _num_slots_that_fit(budget, slot, block, wanted, max_num_seqs)
+    if num_slots < max_num_seqs:
+        message = f"max_num_seqs reduced from {max_num_seqs} to {num_slots}: more state slots do not fit {budget} bytes"
+        warnings.warn(message, DeltafoldWarning, stacklevel=2)
+    num_blocks = num_slots * -(-(max_model_len or model_limit) // BLOCK_SIZE)
+    if block > 0:
+        num_blocks = min(num_blocks, (budget - num_slots * slot) // block)
+    limit = max_model_len or min(model_limit, num_blocks * BLOCK_SIZE)
+    return MemoryPlan(num_blocks, num_slots, block, slot, limit, budget)
+
+
+def allocate(
+    plan: MemoryPlan, specs: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device
+) -> tuple[LayerCache, ...]:
+    """The tensors of a plan. They are not initialised: no op reads what was not written."""
+
+    def make(count: int, shape: tuple[int, ...], kind: torch.dtype) -> Tensor | None:
+        return torch.empty((count, *shape), dtype=kind, device=device) if shape else None
+
+    return tuple(
+        LayerCache(
+            recurrent_state=make(plan.num_slots, spec.recurrent_shape, torch.float32),
+            conv_state=make(plan.num_slots, spec.conv_shape, dtype),
+            latent_cache=make(plan.num_blocks, (BLOCK_SIZE, spec.latent_dim) if spec.latent_dim else (), dtype),
+        )
+        for spec in specs
+    )
+
+
+def allocated_bytes(caches: Sequence[LayerCache]) -> int:
+    """Bytes the tensors of all layers really take."""
+    tensors = [t for c in caches for t in (c.recurrent_state, c.conv_state, c.latent_cache) if t is not None]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def default_budget(device: torch.device) -> int:
+    """DEFAULT_SHARE of the bytes that are free on the device now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * DEFAULT_SHARE)
+    return int(_available_host_bytes() * DEFAULT_SHARE)
+
+
+def _num_slots_that_fit(budget: int, slot: int, block: int, wanted: int, max_num_seqs: int) -> int:
+    # Every running request holds at least one block, so that many are set aside with the slots.
+    by_slots = max_num_seqs if slot == 0 else (budget - wanted * block) // slot
+    by_both = max_num_seqs if slot + block == 0 else budget // (slot + block)
+    return max(1, min(max_num_seqs, by_slots, by_both))
+
+
+def _available_host_bytes() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
