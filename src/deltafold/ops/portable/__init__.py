@@ -1,0 +1,27 @@
+"""The op list in vectorised PyTorch: the CPU backend, and a second opinion on any other device.
+
+One file per family; signatures and shapes are documented once, in `ops/__init__.py`, and held to `ops/reference.py`
+by the tests. Shapes that depend on data (chunk lists, block groups) are worked out on the host.
+"""
+
+from deltafold.ops.portable.conv import causal_conv
+from deltafold.ops.portable.delta_rule import chunked_delta_rule, decay_gate, recurrent_delta_rule
+from deltafold.ops.portable.latent import latent_store, mla_decode, mla_prefill
+from deltafold.ops.portable.moe import grouped_experts, route
+from deltafold.ops.portable.norms import add_rms_norm, gated_rms_norm, rms_norm, silu_and_mul
+
+__all__ = [
+    "add_rms_norm",
+    "causal_conv",
+    "chunked_delta_rule",
+    "decay_gate",
+    "gated_rms_norm",
+    "grouped_experts",
+    "latent_store",
+    "mla_decode",
+    "mla_prefill",
+    "recurrent_delta_rule",
+    "rms_norm",
+    "route",
+    "silu_and_mul",
+]

@@ -1,0 +1,131 @@
+"""Multi-head latent attention over the paged latent cache: store, expanded prefill, absorbed decode.
+
+Only rows inside a request's length are ever multiplied: what lies beyond may be NaN, and 0 * NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+QUERY_TILE = 256
+"""Query rows per attention call of a prefill; bounds the mask and skips keys after the tile."""
+
+
+def latent_store(kv_c: Tensor, k_pe: Tensor, latent_cache: Tensor, slot_mapping: Tensor) -> None:
+    """See `Ops.latent_store`; writes `latent_cache`."""
+    rows = torch.cat([kv_c, k_pe], dim=-1)
+    flat = latent_cache.view(-1, latent_cache.shape[2])
+    slots = slot_mapping.tolist()
+    if len(slots) == 1:
+        if slots[0] >= 0:
+            flat[slots[0]] = rows[0]
+        return
+    if min(slots, default=0) < 0:
+        is_live = slot_mapping >= 0
+        rows, slot_mapping = rows[is_live], slot_mapping[is_live]
+    flat[slot_mapping] = rows
+
+
+def mla_prefill(
+    q: Tensor,
+    kv_b: Tensor,
+    latent_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scale: float,
+) -> Tensor:
+    """See `Ops.mla_prefill`."""
+    R = kv_b.shape[2]
+    value_dim = kv_b.shape[1] - (q.shape[2] - (latent_cache.shape[2] - R))
+    out = torch.zeros(q.shape[0], q.shape[1], value_dim, dtype=q.dtype, device=q.device)
+    starts = query_start_loc.tolist()
+    for i, length in enumerate(seq_lens.tolist()):
+        start, end = starts[i], starts[i + 1]
+        if length == 0 or start == end:
+            continue
+        keys, values = _expand(kv_b, _context(latent_cache, block_table[i], length), q.shape[2])
+        queries = q[start:end].float().transpose(0, 1)  # [H, n, nope + P]
+        for first in range(start, end, QUERY_TILE):
+            last = min(first + QUERY_TILE, end)
+            visible = length - (end - last)
+            tile = _attend(queries[:, first - start : last - start], keys[:, :visible], values[:, :visible], scale)
+            out[first:last] = tile.transpose(0, 1)
+    return out
+
+
+def _context(latent_cache: Tensor, blocks: Tensor, length: int) -> Tensor:
+    """The first `length` rows of one request, [length, R + P] float32."""
+    num_blocks = -(-length // latent_cache.shape[1])
+    return latent_cache[blocks[:num_blocks]].flatten(0, 1)[:length].float()
+
+
+def _expand(kv_b: Tensor, context: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
+    """context [L, R + P] -> keys [H, L, nope + P] and values [H, L, V]."""
+    H, _, R = kv_b.shape
+    L, P = context.shape[0], context.shape[1] - R
+    nope = key_dim - P
+    expanded = torch.matmul(context[:, :R], kv_b.float().transpose(1, 2))  # [H, L, nope + V]
+    keys = torch.cat([expanded[..., :nope], context[:, R:].expand(H, L, P)], dim=-1)
+    return keys, expanded[..., nope:]
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Causal attention, the last query seeing all keys: q [H, n, *], keys [H, L, *], values [H, L, V] -> [H, n, V]."""
+    n, L = q.shape[1], keys.shape[1]
+    scores = torch.matmul(q, keys.transpose(1, 2)).mul_(scale)  # [H, n, L]
+    hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu_(1)
+    scores[..., L - n :].masked_fill_(hidden, float("-inf"))
+    return torch.matmul(torch.softmax(scores, dim=-1), values)
+
+
+def mla_decode(
+    q: Tensor, latent_cache: Tensor, seq_lens: Tensor, block_table: Tensor, rank: int, scale: float
+) -> Tensor:
+    """See `Ops.mla_decode`."""
+    lengths = seq_lens.tolist()
+    if len(lengths) == 1 and lengths[0] > 0:
+        context = _context(latent_cache, block_table[0], lengths[0])
+        weights = torch.softmax(torch.mm(q[0].float(), context.T).mul_(scale), dim=-1)
+        return torch.mm(weights, context[:, :rank]).unsqueeze(0).to(q.dtype)
+    groups = _groups_of_similar_length(lengths, latent_cache.shape[1])
+    if len(groups) == 1 and len(groups[0]) == len(lengths):
+        return _decode_group(q, latent_cache, lengths, seq_lens, block_table, rank, scale)
+    out = torch.zeros(*q.shape[:2], rank, dtype=q.dtype, device=q.device)
+    for members in groups:
+        rows = torch.tensor(members, device=q.device)
+        member_lengths = [lengths[i] for i in members]
+        out[rows] = _decode_group(q[rows], latent_cache, member_lengths, seq_lens[rows], block_table[rows], rank, scale)
+    return out
+
+
+def _groups_of_similar_length(lengths: list[int], block_size: int) -> list[list[int]]:
+    """Requests whose numbers of blocks have the same bit length share a group: padding at most doubles its rows."""
+    groups: dict[int, list[int]] = {}
+    for i, length in enumerate(lengths):
+        if length:
+            groups.setdefault((-(-length // block_size)).bit_length(), []).append(i)
+    return list(groups.values())
+
+
+def _decode_group(
+    q: Tensor,
+    latent_cache: Tensor,
+    lengths: list[int],
+    seq_lens: Tensor,
+    block_table: Tensor,
+    rank: int,
+    scale: float,
+) -> Tensor:
+    block_size = latent_cache.shape[1]
+    num_blocks = -(-max(lengths) // block_size)
+    positions = torch.arange(num_blocks * block_size, device=q.device)
+    is_beyond = positions >= seq_lens.unsqueeze(1)  # [N, L]
+    # A short request's table may hold anything after its own blocks, ids outside the cache included.
+    blocks = block_table[:, :num_blocks].masked_fill(is_beyond[:, ::block_size], 0)
+    context = latent_cache[blocks].flatten(1, 2).float()  # [N, L, R + P]
+    context.masked_fill_(is_beyond.unsqueeze(2), 0)
+    scores = torch.bmm(q.float(), context.transpose(1, 2)).mul_(scale)  # [N, H, L]
+    scores.masked_fill_(is_beyond.unsqueeze(1), float("-inf"))
+    return torch.bmm(torch.softmax(scores, dim=-1), context[..., :rank]).to(q.dtype)
