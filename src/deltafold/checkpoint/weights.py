@@ -1,20 +1,32 @@
 """safetensors -> the tensors a model's parameter table asks for: stage one tensor, place it, release it.
 
-Neighbours: `models/` declares the table; `api.py` resolves the folder. Anything missing, left over, misshapen,
-truncated or not finite ends in one error that names every tensor concerned.
+Neighbours: `models/` declares the table, `safetensors_file.py` reads the files, `api.py` calls. Anything missing, left
+over, misshapen, truncated or not finite ends in one error that names every tensor concerned.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
 
 import torch
 
+from deltafold.checkpoint.safetensors_file import TORCH_DTYPES, StoredTensor, TensorReader, read_headers
+from deltafold.errors import CapacityError, WeightsError
+
+_QUANTIZED_NAME: Final = re.compile(
+    r".*[._](scale|scales|scale_inv|packed|qweight|qzeros|g_idx|zero_point|blocks|absmax|quant_map|quant_state\b.*)"
+)
+
 
 class Init(enum.Enum):
-    """How `random_tensors` draws a tensor; the ranges keep a random model's activations and routing near a trained one's."""
+    """How `random_tensors` draws a tensor; the ranges keep activations and routing near a trained model's."""
 
     LINEAR = "normal, mean 0, standard deviation 0.02"
     ONES = "ones"
@@ -53,3 +65,187 @@ class TensorSpec:
 
 
 ParameterTable = Mapping[str, TensorSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """One stored tensor and its place: `tensors[key][index]`."""
+
+    stored: StoredTensor
+    key: str
+    index: tuple[slice | int, ...]
+
+
+@dataclass(slots=True)
+class _Report:
+    """What is wrong with a checkpoint, by kind; every entry names its tensor."""
+
+    missing: list[str] = field(default_factory=list)
+    ambiguous: list[str] = field(default_factory=list)
+    wrong_shape: list[str] = field(default_factory=list)
+    unsupported_dtype: list[str] = field(default_factory=list)
+    quantized: list[str] = field(default_factory=list)
+    left_over: list[str] = field(default_factory=list)
+    wrong_table: list[str] = field(default_factory=list)
+
+    def raise_if_any(self, folder: Path) -> None:
+        kinds = (
+            ("quantised checkpoints are not supported", self.quantized),
+            ("missing", self.missing),
+            ("left over", self.left_over),
+            ("under two names", self.ambiguous),
+            ("wrong shape", self.wrong_shape),
+            (f"dtype other than {', '.join(TORCH_DTYPES)}", self.unsupported_dtype),
+            ("wrong entry of the model's table", self.wrong_table),
+        )
+        parts = [f"{kind}: {', '.join(entries)}" for kind, entries in kinds if entries]
+        if parts:
+            raise WeightsError(f"{folder}: {'; '.join(parts)}")
+
+
+def load_tensors(
+    folder: Path,
+    table: ParameterTable,
+    *,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+    on_progress: Callable[[int, int], None] | None = None,
+    ignore: Sequence[str] = (),
+) -> dict[str, torch.Tensor]:
+    """The tensors of `table`, read from the safetensors files in `folder`, by the table's keys.
+
+    All headers are checked before any data is read. Host memory holds one staged tensor beside the result. A float32
+    parameter whose file has float32 keeps its bytes; other values are rounded to the parameter's dtype.
+
+    Args:
+        compute_dtype: of the parameters that have no dtype of their own.
+        on_progress: called after each tensor with the bytes read so far and the bytes to read.
+        ignore: regular expressions; a checkpoint tensor whose whole name matches one may be left over.
+
+    Raises:
+        WeightsError: a file is unreadable or malformed, or tensors are missing, left over, under two names, of a
+            wrong shape or dtype, not finite or beyond the parameter's range; the message names all of them.
+        CapacityError: `device` cannot hold the tensors.
+    """
+    placements = _plan(folder, table, read_headers(folder), ignore)
+    tensors = {key: _allocate(key, spec, compute_dtype, device) for key, spec in table.items()}
+    total = sum(placement.stored.num_bytes for placement in placements)
+    done = 0
+    problems: list[str] = []
+    with TensorReader(max((placement.stored.num_bytes for placement in placements), default=0)) as reader:
+        for placement in placements:
+            destination = tensors[placement.key][placement.index]
+            staged = reader.read(placement.stored)
+            problem = _value_problem(staged, destination.dtype)
+            if problem is None:
+                destination.copy_(staged.view(destination.shape))
+            else:
+                problems.append(f"{placement.stored.name} {problem}")
+            done += placement.stored.num_bytes
+            if on_progress is not None:
+                on_progress(done, total)
+    if problems:
+        raise WeightsError(f"{folder}: {'; '.join(problems)}")
+    return tensors
+
+
+def _plan(
+    folder: Path, table: ParameterTable, stored: Mapping[str, StoredTensor], ignore: Sequence[str]
+) -> list[_Placement]:
+    """Where each stored tensor goes, in the order of the files' bytes; raises with all that does not fit."""
+    report = _Report()
+    placements: list[_Placement] = []
+    used: set[str] = set()
+    for key, spec in table.items():
+        _check_table(key, spec, report)
+        for source in spec.sources:
+            present = [name for name in source.names if name in stored]
+            used.update(present)
+            if not present:
+                report.missing.append(" or ".join(source.names))
+            elif len(present) > 1:
+                report.ambiguous.append(" and ".join(present))
+            else:
+                placements.append(_Placement(stored[present[0]], key, source.index))
+                _check_stored(stored[present[0]], source, report)
+    ignored = [re.compile(pattern) for pattern in ignore]
+    for name in stored:
+        if name not in used and not any(pattern.fullmatch(name) for pattern in ignored):
+            (report.quantized if _QUANTIZED_NAME.fullmatch(name) else report.left_over).append(name)
+    report.raise_if_any(folder)
+    placements.sort(key=lambda placement: (placement.stored.path, placement.stored.offset))
+    return placements
+
+
+def _check_table(key: str, spec: TensorSpec, report: _Report) -> None:
+    """The sources must fill the tensor: what no source covers would be whatever the memory held."""
+    destination = torch.empty(spec.shape, device="meta")
+    sizes = [math.prod(source.checkpoint_shape) for source in spec.sources]
+    places = [destination[source.index].numel() for source in spec.sources]
+    if sizes != places or sum(sizes) != destination.numel():
+        report.wrong_table.append(f"{key} {list(spec.shape)} from sources of {sizes} values in places of {places}")
+
+
+def _check_stored(tensor: StoredTensor, source: Source, report: _Report) -> None:
+    if tensor.shape != source.checkpoint_shape:
+        report.wrong_shape.append(f"{tensor.name} is {list(tensor.shape)} instead of {list(source.checkpoint_shape)}")
+    if tensor.dtype not in TORCH_DTYPES:
+        report.unsupported_dtype.append(f"{tensor.name} is {tensor.dtype}")
+
+
+def _value_problem(staged: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """What keeps the values from being stored as `dtype`; one pass and no temporary of the tensor's size."""
+    if staged.numel() == 0:
+        return None
+    low, high = (float(extreme) for extreme in staged.aminmax())
+    if not (math.isfinite(low) and math.isfinite(high)):  # NaN takes precedence over all else in both
+        return f"is not finite (minimum {low}, maximum {high})"
+    limit = torch.finfo(dtype).max
+    if max(-low, high) > limit:
+        return f"has values from {low:g} to {high:g}, beyond the {limit:g} of {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def _allocate(key: str, spec: TensorSpec, compute_dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    dtype = compute_dtype if spec.dtype is None else spec.dtype
+    try:
+        return torch.empty(spec.shape, dtype=dtype, device=device)
+    except RuntimeError as error:  # torch has no narrower type for the CPU allocator
+        num_bytes = math.prod(spec.shape) * dtype.itemsize
+        raise CapacityError(f"weights: {key} takes {num_bytes} bytes, which {device} does not have left") from error
+
+
+def random_tensors(
+    table: ParameterTable, *, compute_dtype: torch.dtype, device: torch.device, seed: int
+) -> dict[str, torch.Tensor]:
+    """Tensors of `table` drawn on `device` as each entry's `init` says, by the table's keys.
+
+    A tensor depends on `seed`, its key and the type of device, not on the rest of the table.
+
+    Raises:
+        CapacityError: `device` cannot hold the tensors.
+    """
+    generator = torch.Generator(device)
+    tensors: dict[str, torch.Tensor] = {}
+    for key, spec in table.items():
+        tensor = _allocate(key, spec, compute_dtype, device)
+        generator.manual_seed((seed << 32 ^ zlib.crc32(key.encode())) & (2**63 - 1))
+        _draw(tensor, spec.init, generator)
+        tensors[key] = tensor
+    return tensors
+
+
+def _draw(tensor: torch.Tensor, init: Init, generator: torch.Generator) -> None:
+    match init:
+        case Init.LINEAR:
+            tensor.normal_(0.0, 0.02, generator=generator)
+        case Init.ONES:
+            tensor.fill_(1.0)
+        case Init.ZEROS:
+            tensor.zero_()
+        case Init.CONV:
+            tensor.uniform_(-0.5, 0.5, generator=generator)
+        case Init.A_LOG:
+            tensor.uniform_(1.0, 16.0, generator=generator).log_()
+        case Init.DT_BIAS:
+            tensor.uniform_(-4.6, -2.3, generator=generator)
