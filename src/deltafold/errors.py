@@ -1,22 +1,22 @@
 """Every error deltafold raises on purpose.
 
-    DeltafoldError
-    ├── RequestError (also a ValueError)      one request is wrong; the server answers 400
-    │   ├── UnsupportedOptionError            an option, field or value that does not exist here
-    │   ├── InvalidTokenError                 a token id outside the vocabulary
-    │   └── ContextLengthError                prompt + output do not fit max_model_len or the cache
-    ├── LoadError                             a model cannot be loaded
-    │   ├── ConfigError                       config.json: key, value and limit
-    │   ├── WeightsError                      safetensors: every tensor concerned
-    │   └── TokenizerError                    tokenizer files or chat template
-    ├── OptionError (also a ValueError)       a wrong argument of Engine.load or the command line
-    ├── DeviceError                           the device asked for is not there
-    ├── CapacityError                         memory plan: asked for more than there is, with the numbers
-    ├── QueueFullError                        max_waiting reached; the server answers 429
-    ├── NumericalError                        a request's logits were not finite; the server answers 500
-    └── EngineClosedError                     the engine was closed, or died (then chained to the cause); 503
+DeltafoldError
+├── RequestError (also a ValueError)      one request is wrong; the server answers 400
+│   ├── UnsupportedOptionError            an option, field or value that does not exist here
+│   ├── InvalidTokenError                 a token id outside the vocabulary
+│   └── ContextLengthError                prompt + output do not fit max_model_len or the cache
+├── LoadError                             a model cannot be loaded
+│   ├── ConfigError                       config.json: key, value and limit
+│   ├── WeightsError                      safetensors: every tensor concerned
+│   └── TokenizerError                    tokenizer files or chat template
+├── OptionError (also a ValueError)       a wrong argument of Engine.load or the command line
+├── DeviceError                           the device asked for is not there
+├── CapacityError                         memory plan: asked for more than there is, with the numbers
+├── QueueFullError                        max_waiting reached; the server answers 429
+├── NumericalError                        a request's logits were not finite; the server answers 500
+└── EngineClosedError                     the engine was closed, or died (then chained to the cause); 503
 
-    DeltafoldWarning (a UserWarning)          something was reduced, and says to what
+DeltafoldWarning (a UserWarning)          something was reduced, and says to what
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltafold.errors import DeltafoldError, RequestError
+from deltafold.errors import DeltafoldError, OptionError, RequestError
 
 MAX_TOP_LOGPROBS = 64
 """Largest `logprobs` a request may ask for, in entries per position."""
@@ -218,6 +218,17 @@ class EngineOptions:
     memory: int | None = None
     seed: int | None = None
 
+    def __post_init__(self) -> None:
+        lowest = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "max_model_len": 2, "max_waiting": 0, "memory": 1}
+        for name, low in lowest.items():
+            value = getattr(self, name)
+            if value is None and name not in ("max_num_seqs", "max_num_batched_tokens"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise OptionError(f"{name} must be an integer >= {low}, got {value!r}")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise OptionError(f"seed must be an integer, got {self.seed!r}")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
@@ -236,10 +247,5 @@ class EngineStats:
     num_steps: int
 
 
-Description = Mapping[str, Any]
-"""What `Engine.describe()` returns: a tree of plain values that `json.dumps` takes as it is."""
-
 ChatMessage = Mapping[str, Any]
 """One chat message: `role` (system, user, assistant, tool) and `content` (a string, or a list of text parts)."""
-
-TokenStream = Iterator[TokenOutput]

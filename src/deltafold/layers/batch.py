@@ -19,6 +19,7 @@ class ForwardBatch:
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, position of each token in its request
     query_start_loc: Tensor  # [N + 1] int32
+    prefill_start_loc: Tensor  # [N - num_decodes + 1] int32, query_start_loc of the prefills counted from their first
     seq_lens: Tensor  # [N] int32, tokens in context after this step
     slot_mapping: Tensor  # [T] int64, cache row of each token: block_id * block_size + offset
     block_table: Tensor  # [N, max_blocks] int32
@@ -26,4 +27,7 @@ class ForwardBatch:
     has_initial_state: Tensor  # [N] bool, whether the slot holds this request's state
     logits_indices: Tensor  # [L] int64, tokens whose logits are wanted
     num_decodes: int
-    max_seq_len: int  # largest of seq_lens
+
+    @property
+    def num_requests(self) -> int:
+        return self.state_slots.shape[0]

@@ -125,6 +125,12 @@ class Scheduler:
         request.stop_reason = stop_reason
         request.error = error
 
+    def stop_at_string(self, request: Request, stop_string: str) -> None:
+        """Ends a request at a stop string; one that the same token ended otherwise (by length, say) still stopped."""
+        self.finish(request, FinishReason.STOP, stop_reason=stop_string)
+        request.finish_reason = FinishReason.STOP
+        request.stop_reason = stop_string
+
     def requeue_failed(self, output: SchedulerOutput) -> None:
         """After a step that ran out of memory part-way: its requests' states are half written, so all of them are
         preempted. The youngest, tried MAX_FAILED_STEPS times, ends with a CapacityError so that the others go on."""
@@ -155,9 +161,9 @@ class Scheduler:
 
     def _schedule_decodes(self, scheduled: dict[str, ScheduledRequest], preempted: list[Request]) -> None:
         for request in list(self._running):
-            if request.is_prefilled and request.status is RequestStatus.RUNNING:
-                if self._grow(request, preempted):
-                    scheduled[request.key] = self._item(request, 1, is_decode=True)
+            is_decoding = request.is_prefilled and request.status is RequestStatus.RUNNING
+            if is_decoding and self._grow(request, preempted):
+                scheduled[request.key] = self._item(request, 1, is_decode=True)
 
     def _grow(self, request: Request, preempted: list[Request]) -> bool:
         """Makes room for one more token, preempting the youngest; false if that was the request itself."""
@@ -260,4 +266,3 @@ class Scheduler:
         request.block_ids = []
         request.state_slot = None
         request.has_state = False
-

@@ -1,0 +1,420 @@
+"""The public surface: an Engine that loads a model and completes prompts. `cli.py`, `server/` and users call this.
+
+Loading resolves every "auto" once; requests go through `intake.py` to the loop's thread and come back as streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, overload
+
+import torch
+
+from deltafold.cache.memory import (
+    BLOCK_SIZE,
+    MemoryPlan,
+    allocate,
+    allocated_bytes,
+    default_budget,
+    plan_memory,
+)
+from deltafold.cache.pools import BlockPool, StatePool
+from deltafold.checkpoint.config import ModelConfig, load_config
+from deltafold.checkpoint.folder import resolve_folder
+from deltafold.checkpoint.weights import load_tensors
+from deltafold.core import EngineCore
+from deltafold.errors import DeltafoldError, DeviceError, NumericalError, OptionError, RequestError
+from deltafold.intake import Intake
+from deltafold.loop import EngineLoop
+from deltafold.models import CausalLM, model_class
+from deltafold.ops import Backend, select
+from deltafold.progress import loading_bar
+from deltafold.runner.runner import ModelRunner
+from deltafold.scheduler.request import Request
+from deltafold.scheduler.scheduler import Scheduler, SchedulerLimits
+from deltafold.streams import AsyncSubscription, AsyncTokenStream, Collector, Subscription, TokenStream
+from deltafold.tokenizer.tokenizer import Tokenizer
+from deltafold.types import ChatMessage, Completion, EngineOptions, EngineStats, SamplingParams
+from deltafold.version import __version__
+
+API_VERSION = 1
+"""Grows with every incompatible change of the public names or their signatures; see CHANGELOG.md."""
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What `Engine.load` was asked for, with every "auto" decided."""
+
+    model: str
+    folder: Path
+    device: torch.device
+    dtype: torch.dtype
+    residual_dtype: torch.dtype
+    backend: Backend
+    load_seconds: float
+
+
+class Engine:
+    """A loaded model that completes prompts; make one with `Engine.load`, end it with `close()` or a `with` block.
+
+    All methods may be called from any thread; requests of all callers share steps.
+    """
+
+    def __init__(
+        self, resolved: Resolved, options: EngineOptions, config: ModelConfig, model: CausalLM, tokenizer: Tokenizer
+    ) -> None:
+        """Not public: use `Engine.load`."""
+        self._resolved = resolved
+        self._options = options
+        self._config = config
+        self._tokenizer = tokenizer
+        specs = model.layer_specs(config)
+        self._plan = plan_memory(
+            specs,
+            resolved.dtype,
+            budget=options.memory if options.memory is not None else default_budget(resolved.device),
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=options.max_model_len,
+            model_limit=config.max_position_embeddings,
+        )
+        caches = allocate(self._plan, specs, resolved.dtype, resolved.device)
+        self._cache_bytes = allocated_bytes(caches)
+        self._blocks = BlockPool(self._plan.num_blocks, BLOCK_SIZE)
+        self._slots = StatePool(self._plan.num_slots)
+        limits = SchedulerLimits(self._plan.num_slots, options.max_num_batched_tokens)
+        self._core = EngineCore(
+            Scheduler(limits, self._blocks, self._slots),
+            ModelRunner(model, caches, resolved.device),
+            lambda request: tokenizer.detokenizer(stop=request.params.stop, prompt_token_ids=request.prompt_token_ids),
+        )
+        self._intake = Intake(
+            vocab_size=config.vocab_size,
+            max_model_len=self._plan.max_model_len,
+            end_token_ids=frozenset(config.eos_token_ids) | tokenizer.end_token_ids,
+            seed=options.seed,
+        )
+        self._loop = EngineLoop(self._core, max_waiting=options.max_waiting, read_stats=self._read_stats)
+
+    @classmethod
+    def load(
+        cls,
+        model: str = "builtin",
+        *,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        residual_dtype: Literal["float32", "bfloat16"] = "float32",
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+        max_waiting: int | None = None,
+        memory: int | None = None,
+        seed: int | None = None,
+        backend: Literal["reference", "portable", "triton"] | None = None,
+        revision: str | None = None,
+        show_progress: bool | None = None,
+    ) -> Engine:
+        """Loads a model and starts the engine.
+
+        Args:
+            model: "builtin", a folder with config.json and safetensors, or a hub id.
+            device: "auto" takes a CUDA device if there is one. "cpu" never looks for one.
+            dtype: of weights and activations; "auto" is float32 on the CPU, the checkpoint's own elsewhere.
+            residual_dtype: of the stream the layers add to.
+            max_num_seqs, max_num_batched_tokens, max_model_len, max_waiting, memory, seed: see `EngineOptions`.
+            backend: which implementation of the ops; None is the portable one.
+            revision: of a hub id.
+            show_progress: a bar on stderr while weights load; None shows it on a terminal.
+
+        Raises:
+            OptionError: an argument's value, with what is allowed.
+            DeviceError: the device asked for is not there; before any file is read.
+            LoadError: the model cannot be loaded.
+            CapacityError: the memory does not hold one request.
+        """
+        start = time.perf_counter()
+        torch_device = _resolve_device(device)
+        backend_name = Backend(_choice("backend", backend or "portable", list(Backend)))
+        residual = DTYPES[_choice("residual_dtype", residual_dtype, list(DTYPES))]
+        _choice("dtype", dtype, ["auto", *DTYPES])
+        options = EngineOptions(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            max_waiting=max_waiting,
+            memory=memory,
+            seed=seed,
+        )
+        folder = resolve_folder(model, revision)
+        config = load_config(folder)
+        kind = model_class(config.architecture)
+        tokenizer = Tokenizer.from_folder(folder, vocab_size=config.vocab_size)
+        torch_dtype = _resolve_dtype(dtype, config, torch_device)
+        ops = select(backend_name)
+        with loading_bar(show_progress) as on_progress:
+            tensors = load_tensors(
+                folder,
+                kind.parameter_table(config),
+                compute_dtype=torch_dtype,
+                device=torch_device,
+                on_progress=on_progress,
+            )
+        loaded = kind(config, tensors, ops, residual)
+        seconds = time.perf_counter() - start
+        resolved = Resolved(model, folder, torch_device, torch_dtype, residual, backend_name, seconds)
+        return cls(resolved, options, config, loaded, tokenizer)
+
+    @overload
+    def complete(self, prompt: str, params: SamplingParams | None = None) -> Completion: ...
+    @overload
+    def complete(self, prompt: Sequence[str], params: SamplingParams | None = None) -> list[Completion]: ...
+    def complete(
+        self, prompt: str | Sequence[str], params: SamplingParams | None = None
+    ) -> Completion | list[Completion]:
+        """Completes text. One string gives one Completion (`params.n` must be 1); a list of strings a flat list,
+        prompt by prompt, `params.n` completions each.
+
+        Raises:
+            RequestError, QueueFullError, EngineClosedError: nothing was computed.
+            NumericalError: a request's logits were not finite; its `completions` has what all requests produced.
+        """
+        if isinstance(prompt, str):
+            return self.complete_tokens(self.encode(prompt), params)
+        for item in prompt:
+            if not isinstance(item, str):
+                raise RequestError(f"complete takes strings, got {item!r}; token ids go to complete_tokens")
+        return self.complete_tokens([self.encode(text) for text in prompt], params)
+
+    @overload
+    def complete_tokens(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> Completion: ...
+    @overload
+    def complete_tokens(
+        self, token_ids: Sequence[Sequence[int]], params: SamplingParams | None = None
+    ) -> list[Completion]: ...
+    def complete_tokens(
+        self, token_ids: Sequence[int] | Sequence[Sequence[int]], params: SamplingParams | None = None
+    ) -> Completion | list[Completion]:
+        """Completes token ids: one prompt, or a list of prompts; otherwise as `complete`."""
+        params = params or SamplingParams()
+        prompts = [ids for ids in token_ids if isinstance(ids, Sequence)]
+        if prompts and len(prompts) == len(token_ids):
+            return self._complete(prompts, params)
+        _check_single(params)
+        return self._complete([token_ids], params)[0]  # type: ignore[list-item]  # ids are checked one by one
+
+    def chat(self, messages: Sequence[ChatMessage], params: SamplingParams | None = None) -> Completion:
+        """Answers a conversation, rendered by the model's chat template; otherwise as `complete`."""
+        return self.complete_tokens(self.chat_token_ids(messages), params)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> TokenStream:
+        """Completes one prompt and yields increments as they come; with `n > 1` those of all completions, mixed.
+
+        The request is checked and queued by the call itself. Closing or dropping the stream aborts it.
+        """
+        return TokenStream(self._loop, self._requests([prompt], params, request_id))
+
+    def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> AsyncTokenStream:
+        """`stream` for `async for`; to be called in a running event loop."""
+        return AsyncTokenStream(self._loop, self._requests([prompt], params, request_id))
+
+    async def acomplete(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> list[Completion]:
+        """`complete` of a list of prompts for coroutines. Cancelling it aborts the requests."""
+        params = params or SamplingParams()
+        requests = self._requests(prompts, params, request_id)
+        collector = Collector(requests)
+        subscription = AsyncSubscription(self._loop, requests)
+        try:
+            while not subscription.is_finished:
+                collector.add(await subscription.get())
+        except asyncio.CancelledError:
+            self._loop.abort(subscription.request_id)
+            raise
+        return _raise_errors(collector.completions(params.n))
+
+    def abort(self, request_id: str) -> bool:
+        """Ends all completions of a request before the next step; false if none is unfinished."""
+        return self._loop.abort(request_id)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text; never a control token."""
+        return self._tokenizer.encode(text)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; InvalidTokenError for an id outside the vocabulary."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for; InvalidTokenError for an id outside the vocabulary."""
+        return self._tokenizer.token_bytes(token_id)
+
+    def chat_token_ids(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[ChatMessage] | None = None,
+    ) -> list[int]:
+        """The prompt the chat template makes of messages; control tokens come from the template alone."""
+        return self._tokenizer.encode_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+
+    def describe(self) -> dict[str, Any]:
+        """What was loaded and what it was resolved to: plain values, ready for `json.dumps`."""
+        resolved, plan = self._resolved, self._plan
+        return {
+            "deltafold": __version__,
+            "api_version": API_VERSION,
+            "model": {
+                "name": resolved.model,
+                "architecture": self._config.architecture,
+                "num_hidden_layers": self._config.num_hidden_layers,
+                "vocab_size": self._config.vocab_size,
+                "load_seconds": round(resolved.load_seconds, 3),
+            },
+            "device": str(resolved.device),
+            "dtype": _dtype_name(resolved.dtype),
+            "residual_dtype": _dtype_name(resolved.residual_dtype),
+            "backend": str(resolved.backend),
+            "limits": {
+                "max_model_len": plan.max_model_len,
+                "max_num_seqs": plan.num_slots,
+                "max_num_batched_tokens": self._options.max_num_batched_tokens,
+                "max_waiting": self._options.max_waiting,
+            },
+            "memory": _describe_memory(plan, self._cache_bytes),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        }
+
+    def stats(self) -> EngineStats:
+        """Load and counters as of now."""
+        return self._loop.stats()
+
+    @property
+    def model_name(self) -> str:
+        """The `model` it was loaded with."""
+        return self._resolved.model
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens, prompt and output together, of one request."""
+        return self._plan.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are taken: false once closed, or once a step raised."""
+        return self._loop.is_alive
+
+    def close(self) -> None:
+        """Stops after the current step; unfinished requests get an EngineClosedError. Idempotent."""
+        self._loop.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _requests(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None, request_id: str | None
+    ) -> list[Request]:
+        ids = [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        return self._intake.make(ids, params or SamplingParams(), request_id)
+
+    def _complete(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Completion]:
+        requests = self._requests(prompts, params, None)
+        collector = Collector(requests)
+        subscription = Subscription(self._loop, requests)
+        try:
+            while not subscription.is_finished:
+                collector.add(subscription.get())
+        except KeyboardInterrupt:
+            self._loop.abort(subscription.request_id)
+            raise
+        return _raise_errors(collector.completions(params.n))
+
+    def _read_stats(self) -> EngineStats:
+        core, scheduler = self._core, self._core.scheduler
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks=self._blocks.total,
+            num_free_blocks=self._blocks.num_free,
+            num_state_slots=self._slots.total,
+            num_free_state_slots=self._slots.num_free,
+            num_preemptions=scheduler.num_preemptions,
+            num_prompt_tokens=core.num_prompt_tokens,
+            num_output_tokens=core.num_output_tokens,
+            num_cached_tokens=core.num_cached_tokens,
+            num_steps=core.num_steps,
+        )
+
+
+def _resolve_device(device: str) -> torch.device:
+    _choice("device", device, ["auto", "cpu", "cuda"])
+    if device == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if device == "cuda":
+        raise DeviceError("device 'cuda' was asked for, and this torch finds no CUDA device")
+    return torch.device("cpu")
+
+
+def _resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    if dtype != "auto":
+        return DTYPES[dtype]
+    # CPUs compute float32 faster than they emulate bfloat16; a float16 checkpoint widens without loss of range.
+    return torch.float32 if device.type == "cpu" or config.dtype == "float32" else torch.bfloat16
+
+
+def _choice(name: str, value: str, choices: Sequence[str]) -> str:
+    if value not in choices:
+        raise OptionError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    return value
+
+
+def _check_single(params: SamplingParams) -> None:
+    if params.n != 1:
+        raise RequestError(f"n={params.n} gives several completions: pass a list of prompts", param="n")
+
+
+def _raise_errors(completions: list[Completion]) -> list[Completion]:
+    for completion in completions:
+        if isinstance(completion.error, NumericalError):
+            raise NumericalError(str(completion.error), completions=completions)
+        if isinstance(completion.error, DeltafoldError):
+            raise completion.error
+    return completions
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _describe_memory(plan: MemoryPlan, cache_bytes: int) -> dict[str, Any]:
+    return {
+        **asdict(plan),
+        "planned_bytes": plan.num_bytes,
+        "allocated_bytes": cache_bytes,
+        "block_size": BLOCK_SIZE,
+        "num_cache_tokens": plan.num_cache_tokens,
+    }

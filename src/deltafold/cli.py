@@ -1,0 +1,230 @@
+"""The `deltafold` command: argument parsing and calls into the public surface, nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import deltafold
+from deltafold import ChatMessage, DeltafoldError, DeltafoldWarning, Engine, SamplingParams
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. 0 on success, 2 on an error (one line on stderr), 130 when interrupted."""
+    warnings.showwarning = _show_warning
+    try:
+        arguments = _parser().parse_args(argv)
+        result: int = arguments.run(arguments)
+    except DeltafoldError as error:
+        print(f"deltafold: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of stdout is gone; the interpreter must not complain about it at exit
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    return result
+
+
+class _Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="deltafold", description="Run hybrid linear-attention language models.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"deltafold {deltafold.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+
+    complete = _command(commands, "complete", _complete, "complete a prompt")
+    complete.add_argument("prompt", help="the text to complete")
+    _add_engine_arguments(complete)
+    _add_sampling_arguments(complete)
+    complete.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
+
+    chat = _command(commands, "chat", _chat, "talk to the model, turn by turn")
+    chat.add_argument("--system", help="a system message")
+    _add_engine_arguments(chat)
+    _add_sampling_arguments(chat)
+
+    describe = _command(commands, "describe", _describe, "print what a model is loaded as, as JSON")
+    _add_engine_arguments(describe)
+
+    convert = _command(commands, "convert-tokenizer", _convert, "make a verified tokenizer.json of tiktoken ranks")
+    convert.add_argument("model", type=Path, help="folder with tiktoken.model and tokenizer_config.json")
+    convert.add_argument("-o", "--output", type=Path, help="file to write (default: tokenizer.json in the folder)")
+    return parser
+
+
+def _command(commands: Any, name: str, run: Any, summary: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument("--model", default="builtin", help="builtin (default), a folder, or a hub id")
+    group.add_argument("--revision", help="revision of a hub id")
+    group.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
+    group.add_argument("--dtype", default="auto", help="auto (default), float32 or bfloat16")
+    group.add_argument("--residual-dtype", default="float32", help="float32 (default) or bfloat16")
+    group.add_argument("--max-num-seqs", type=int, default=64, help="most requests in one step")
+    group.add_argument("--max-num-batched-tokens", type=int, default=2048, help="most prompt tokens in one step")
+    group.add_argument("--max-model-len", type=int, help="most tokens of one request")
+    group.add_argument("--memory", type=_byte_count, help="for cache blocks and state slots, e.g. 512MiB or 4GiB")
+
+
+def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, help="most tokens to generate (default: up to the context limit)")
+    group.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
+    group.add_argument("--top-k", type=int, default=0)
+    group.add_argument("--top-p", type=float, default=1.0)
+    group.add_argument("--min-p", type=float, default=0.0)
+    group.add_argument("--repetition-penalty", type=float, default=1.0)
+    group.add_argument("--seed", type=int, help="makes sampling reproducible")
+    group.add_argument("--stop", action="append", default=[], help="a string that ends the text (repeatable)")
+    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
+
+
+def _load(arguments: argparse.Namespace) -> Engine:
+    return Engine.load(
+        arguments.model,
+        revision=arguments.revision,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        residual_dtype=arguments.residual_dtype,
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_model_len=arguments.max_model_len,
+        memory=arguments.memory,
+    )
+
+
+def _sampling_params(arguments: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        repetition_penalty=arguments.repetition_penalty,
+        seed=arguments.seed,
+        stop=arguments.stop,
+        ignore_eos=arguments.ignore_eos,
+    )
+
+
+def _complete(arguments: argparse.Namespace) -> int:
+    params = _sampling_params(arguments)
+    with _load(arguments) as engine:
+        if arguments.json:
+            start = time.perf_counter()
+            completion = engine.complete(arguments.prompt, params)
+            seconds = time.perf_counter() - start
+            load_seconds = engine.describe()["model"]["load_seconds"]
+            print(
+                json.dumps(
+                    {
+                        "text": completion.text,
+                        "prompt_token_ids": completion.prompt_token_ids,
+                        "token_ids": completion.token_ids,
+                        "finish_reason": completion.finish_reason,
+                        "usage": {
+                            "num_prompt_tokens": completion.usage.num_prompt_tokens,
+                            "num_output_tokens": completion.usage.num_output_tokens,
+                            "num_cached_tokens": completion.usage.num_cached_tokens,
+                        },
+                        "timings": {"load_seconds": load_seconds, "complete_seconds": round(seconds, 4)},
+                    }
+                )
+            )
+        else:
+            print(arguments.prompt, end="", flush=True)
+            _print_stream(engine, engine.encode(arguments.prompt), params)
+    return 0
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    params = _sampling_params(arguments)
+    messages: list[ChatMessage] = []
+    if arguments.system is not None:
+        messages.append({"role": "system", "content": arguments.system})
+    with _load(arguments) as engine:
+        while True:
+            try:
+                line = input("> " if sys.stdin.isatty() else "")
+            except EOFError:
+                return 0
+            if not line.strip():
+                continue
+            messages.append({"role": "user", "content": line})
+            answer = _print_stream(engine, engine.chat_token_ids(messages), params)
+            messages.append({"role": "assistant", "content": answer})
+
+
+def _print_stream(engine: Engine, token_ids: Sequence[int], params: SamplingParams) -> str:
+    """Prints a completion as it comes, and a newline; returns its text."""
+    parts = []
+    with engine.stream(token_ids, params) as stream:
+        for output in stream:
+            print(output.text, end="", flush=True)
+            parts.append(output.text)
+    print(flush=True)
+    return "".join(parts)
+
+
+def _describe(arguments: argparse.Namespace) -> int:
+    with _load(arguments) as engine:
+        print(json.dumps(engine.describe(), indent=2))
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    report = deltafold.convert_tokenizer(arguments.model, arguments.output)
+    print(report)
+    return 0
+
+
+def _byte_count(text: str) -> int:
+    """Bytes of `512MiB`, `4GiB`, `100MB` or a plain number."""
+    units = {
+        "KiB": 2**10,
+        "MiB": 2**20,
+        "GiB": 2**30,
+        "TiB": 2**40,
+        "kB": 10**3,
+        "MB": 10**6,
+        "GB": 10**9,
+        "TB": 10**12,
+    }
+    for unit, factor in units.items():
+        if text.endswith(unit):
+            return int(float(text.removesuffix(unit)) * factor)
+    return int(text)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """One line a warning; ours need no source line."""
+    where = "" if issubclass(category, DeltafoldWarning) else f"{filename}:{lineno}: {category.__name__}: "
+    print(f"deltafold: warning: {where}{message}", file=file or sys.stderr)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

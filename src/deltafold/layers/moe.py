@@ -1,0 +1,100 @@
+"""The mixture-of-experts feed-forward: router, routed experts, shared expert.
+
+A shared expert as wide as a routed one is one more expert with weight 1 (the same sum, one launch less).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltafold.checkpoint.config import MoeConfig
+from deltafold.checkpoint.weights import Init, Source, TensorSpec
+from deltafold.layers.basic import SwiGlu
+from deltafold.ops import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class MoeNames:
+    """What a checkpoint calls the parts, behind the layer's prefix; `{e}` is the expert's number."""
+
+    router: str
+    router_bias: str | None
+    gate: str
+    up: str
+    down: str
+    shared: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moe:
+    """E routed experts of width I and the shared ones, of which a folded one is expert E."""
+
+    config: MoeConfig
+    router: Tensor  # [E, D] float32
+    router_bias: Tensor | None  # [E] float32
+    w13: Tensor  # [E or E + 1, 2 * I, D]
+    w2: Tensor  # [E or E + 1, D, I]
+    shared: SwiGlu | None
+
+    @staticmethod
+    def table(prefix: str, layer: str, names: MoeNames, config: MoeConfig, hidden_size: int) -> dict[str, TensorSpec]:
+        """Entries under `prefix` for the checkpoint's `layer` prefix."""
+        E, I, D = config.num_experts, config.intermediate_size, hidden_size  # noqa: E741
+        w13 = []
+        w2 = []
+        for e in range(E):
+            w13.append(Source((layer + names.gate.format(e=e),), (I, D), (e, slice(0, I))))
+            w13.append(Source((layer + names.up.format(e=e),), (I, D), (e, slice(I, 2 * I))))
+            w2.append(Source((layer + names.down.format(e=e),), (D, I), (e,)))
+        table = {
+            f"{prefix}router": TensorSpec((E, D), (Source((layer + names.router,), (E, D)),), torch.float32),
+        }
+        if names.router_bias is not None:
+            bias = Source((layer + names.router_bias,), (E,))
+            table[f"{prefix}router_bias"] = TensorSpec((E,), (bias,), torch.float32, init=Init.ZEROS)
+        if config.num_shared_experts == 1:
+            w13.append(Source((f"{layer}{names.shared}gate_proj.weight",), (I, D), (E, slice(0, I))))
+            w13.append(Source((f"{layer}{names.shared}up_proj.weight",), (I, D), (E, slice(I, 2 * I))))
+            w2.append(Source((f"{layer}{names.shared}down_proj.weight",), (D, I), (E,)))
+            E += 1
+        elif config.num_shared_experts > 1:
+            width = config.num_shared_experts * I
+            table |= SwiGlu.table(f"{prefix}shared.", [layer + names.shared], D, width)
+        table[f"{prefix}w13"] = TensorSpec((E, 2 * I, D), tuple(w13), split_axis=0)
+        table[f"{prefix}w2"] = TensorSpec((E, D, I), tuple(w2), split_axis=0)
+        return table
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], prefix: str, config: MoeConfig) -> Moe:
+        return cls(
+            config=config,
+            router=tensors[f"{prefix}router"],
+            router_bias=tensors.get(f"{prefix}router_bias"),
+            w13=tensors[f"{prefix}w13"],
+            w2=tensors[f"{prefix}w2"],
+            shared=SwiGlu.from_tensors(tensors, f"{prefix}shared.") if config.num_shared_experts > 1 else None,
+        )
+
+    def forward(self, x: Tensor, ops: Ops) -> Tensor:
+        """x [T, D] -> [T, D]."""
+        config = self.config
+        weights, ids = ops.route(
+            F.linear(x.float(), self.router),
+            self.router_bias,
+            config.num_experts_per_token,
+            config.scoring,
+            config.num_groups,
+            config.top_k_groups,
+            config.renormalize,
+            config.routed_scaling_factor,
+        )
+        if config.num_shared_experts == 1:
+            weights = F.pad(weights, (0, 1), value=1.0)
+            ids = F.pad(ids, (0, 1), value=config.num_experts)
+        y = ops.grouped_experts(x, self.w13, self.w2, weights, ids)
+        return y if self.shared is None else y + self.shared.forward(x, ops)

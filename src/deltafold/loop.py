@@ -1,0 +1,128 @@
+"""The engine's own thread: takes requests and aborts from any thread, steps the core, hands out increments.
+
+The core is touched by this thread alone. A step that raises ends the loop: every request then gets the cause.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from deltafold.core import EngineCore, Increment
+from deltafold.errors import EngineClosedError, QueueFullError
+from deltafold.scheduler.request import Request
+from deltafold.types import EngineStats
+
+Deliver = Callable[[Increment | EngineClosedError], None]
+"""Called on the loop's thread with each increment of a submission, or once with why there will be none. Must not
+block or raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    requests: Sequence[Request]
+    deliver: Deliver
+
+
+class EngineLoop:
+    """Owns an EngineCore and the thread that steps it."""
+
+    def __init__(self, core: EngineCore, *, max_waiting: int | None, read_stats: Callable[[], EngineStats]) -> None:
+        self._core = core
+        self._max_waiting = max_waiting
+        self._read_stats = read_stats
+        self._condition = threading.Condition()
+        self._submissions: deque[_Submission] = deque()
+        self._aborts: deque[str] = deque()
+        self._deliver: dict[str, Deliver] = {}  # by request key; unfinished completions
+        self._is_closing = False
+        self._cause: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="deltafold-step", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are still taken."""
+        return not self._is_closing and self._cause is None
+
+    def submit(self, requests: Sequence[Request], deliver: Deliver) -> None:
+        """Queues completions that start together.
+
+        Raises:
+            QueueFullError: if they would make more than `max_waiting` wait.
+            EngineClosedError: if the engine is closed or dead.
+        """
+        with self._condition:
+            if not self.is_alive:
+                raise self._closed_error()
+            num_waiting = self._core.scheduler.num_waiting + sum(len(s.requests) for s in self._submissions)
+            if self._max_waiting is not None and num_waiting + len(requests) > self._max_waiting:
+                raise QueueFullError(f"{num_waiting} requests wait, max_waiting is {self._max_waiting}")
+            self._submissions.append(_Submission(requests, deliver))
+            self._deliver.update((request.key, deliver) for request in requests)
+            self._condition.notify()
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request before the next step; false if none of that id is unfinished."""
+        with self._condition:
+            if not any(key.rpartition("/")[0] == request_id for key in self._deliver):
+                return False
+            self._aborts.append(request_id)
+            self._condition.notify()
+            return True
+
+    def close(self) -> None:
+        """Stops after the current step; unfinished requests get an EngineClosedError. Idempotent."""
+        with self._condition:
+            self._is_closing = True
+            self._condition.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def stats(self) -> EngineStats:
+        """Load and counters as of now."""
+        return self._read_stats()
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._hand_out(self._core.step())
+        except BaseException as error:  # noqa: BLE001 - the one place where a defect must not hang every caller
+            self._cause = error
+        with self._condition:
+            for deliver in {id(d): d for d in self._deliver.values()}.values():
+                deliver(self._closed_error())
+            self._deliver.clear()
+
+    def _wait_for_work(self) -> bool:
+        """Applies what other threads asked for; false when closing."""
+        with self._condition:
+            while not (self._is_closing or self._submissions or self._aborts or self._core.has_work):
+                self._condition.wait()
+            if self._is_closing:
+                return False
+            submissions, aborts = list(self._submissions), list(self._aborts)
+            self._submissions.clear()
+            self._aborts.clear()
+        for submission in submissions:
+            for request in submission.requests:
+                self._core.add(request)
+        for request_id in aborts:
+            self._hand_out(self._core.abort(request_id))
+        return True
+
+    def _hand_out(self, increments: Sequence[Increment]) -> None:
+        for increment in increments:
+            key = increment.request.key
+            with self._condition:
+                deliver = self._deliver.pop(key) if increment.is_last else self._deliver[key]
+            deliver(increment)
+
+    def _closed_error(self) -> EngineClosedError:
+        if self._cause is None:
+            return EngineClosedError("the engine is closed")
+        error = EngineClosedError(f"the engine died: {self._cause!r}")
+        error.__cause__ = self._cause
+        return error

@@ -1,0 +1,55 @@
+"""The architectures deltafold runs, and what the runner needs of each.
+
+A model is a parameter table plus a forward: `checkpoint/weights.py` fills the table, `runner/` calls the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deltafold.cache.memory import LayerCache, LayerSpec
+from deltafold.checkpoint.config import ModelConfig
+from deltafold.checkpoint.weights import ParameterTable
+from deltafold.errors import ConfigError
+from deltafold.layers.batch import ForwardBatch
+from deltafold.models.kimi_linear import KimiLinear
+from deltafold.ops import Ops
+
+
+class CausalLM(Protocol):
+    """A loaded model."""
+
+    config: ModelConfig
+
+    @staticmethod
+    def parameter_table(config: ModelConfig) -> ParameterTable:
+        """The tensors to load, by name."""
+
+    @staticmethod
+    def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
+        """What each layer keeps between steps."""
+
+    def __init__(
+        self, config: ModelConfig, tensors: Mapping[str, Tensor], ops: Ops, residual_dtype: torch.dtype
+    ) -> None:
+        """`tensors` has the table's names."""
+
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Tensor:
+        """Final hidden states [L, D] of the tokens `batch.logits_indices`; updates the caches in place."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [L, D] -> logits [L, vocab] float32."""
+
+
+ARCHITECTURES: Mapping[str, type[CausalLM]] = {"KimiLinearForCausalLM": KimiLinear}
+
+
+def model_class(architecture: str) -> type[CausalLM]:
+    """The class for config.json's `architectures[0]`; ConfigError names an unknown one and those there are."""
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(f"architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[architecture]

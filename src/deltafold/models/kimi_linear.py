@@ -1,0 +1,256 @@
+"""Kimi-Linear: Kimi Delta Attention layers with a latent attention layer every few, and a mixture of experts.
+
+The equations are in the paper (arXiv 2510.26692) and, with the checkpoint's names, in `docs/kimi-linear.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltafold.cache.memory import LayerCache, LayerSpec
+from deltafold.checkpoint.config import (
+    LayerType,
+    LinearAttentionConfig,
+    MlpType,
+    ModelConfig,
+)
+from deltafold.checkpoint.weights import Init, ParameterTable, Source, TensorSpec
+from deltafold.errors import ConfigError
+from deltafold.layers.basic import SwiGlu, embed, fused_rows_spec, norm_spec
+from deltafold.layers.batch import ForwardBatch
+from deltafold.layers.mla import Mla
+from deltafold.layers.moe import Moe, MoeNames
+from deltafold.ops import Ops
+
+_Part = TypeVar("_Part")
+
+MOE_NAMES = MoeNames(
+    router="gate.weight",
+    router_bias="gate.e_score_correction_bias",
+    gate="experts.{e}.w1.weight",
+    up="experts.{e}.w3.weight",
+    down="experts.{e}.w2.weight",
+    shared="shared_experts.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaAttention:
+    """One KDA layer. The projections of x are one product: q, k, v, then the low-rank halves of decay and output
+    gate, then beta."""
+
+    config: LinearAttentionConfig
+    eps: float
+    in_proj: Tensor  # [D + 2 * K + HV, hidden], D = conv_dim
+    conv: Tensor  # [D, W]
+    f_b: Tensor  # [HV * K, K]
+    g_b: Tensor  # [HV * V, V]
+    A_log: Tensor  # [HV] float32
+    dt_bias: Tensor  # [HV, K] float32
+    o_norm: Tensor  # [V]
+    o_proj: Tensor  # [hidden, HV * V]
+
+    @staticmethod
+    def spec(config: LinearAttentionConfig) -> LayerSpec:
+        """What the layer keeps: the state and the last W - 1 inputs of the convolution."""
+        return LayerSpec(
+            recurrent_shape=(config.num_value_heads, config.key_head_dim, config.value_head_dim),
+            conv_shape=(config.conv_dim, config.conv_kernel_size - 1),
+        )
+
+    @staticmethod
+    def table(prefix: str, config: LinearAttentionConfig, hidden_size: int) -> dict[str, TensorSpec]:
+        """Entries under `prefix`, which is also the checkpoint's."""
+        HV, K, V, W = config.num_value_heads, config.key_head_dim, config.value_head_dim, config.conv_kernel_size
+        q_rows, v_rows = config.num_key_heads * K, HV * V
+        rows = {"q_proj": q_rows, "k_proj": q_rows, "v_proj": v_rows, "f_a_proj": K, "g_a_proj": V, "b_proj": HV}
+        conv, start = [], 0
+        for letter, channels in (("q", q_rows), ("k", q_rows), ("v", v_rows)):
+            index = (slice(start, start + channels),)
+            conv.append(Source((f"{prefix}{letter}_conv1d.weight",), (channels, 1, W), index))
+            start += channels
+        A_log = Source((f"{prefix}A_log",), (1, 1, HV, 1))
+        dt_bias = Source((f"{prefix}dt_bias",), (HV * K,))
+        in_parts = [((f"{prefix}{name}.weight",), n) for name, n in rows.items()]
+        return {
+            f"{prefix}in_proj": fused_rows_spec(in_parts, hidden_size, None),
+            f"{prefix}conv": TensorSpec((start, W), tuple(conv), init=Init.CONV),
+            f"{prefix}f_b": fused_rows_spec([((f"{prefix}f_b_proj.weight",), HV * K)], K, 0),
+            f"{prefix}g_b": fused_rows_spec([((f"{prefix}g_b_proj.weight",), v_rows)], V, 0),
+            f"{prefix}A_log": TensorSpec((HV,), (A_log,), torch.float32, split_axis=0, init=Init.A_LOG),
+            f"{prefix}dt_bias": TensorSpec((HV, K), (dt_bias,), torch.float32, split_axis=0, init=Init.DT_BIAS),
+            f"{prefix}o_norm": norm_spec(f"{prefix}o_norm.weight", V),
+            f"{prefix}o_proj": fused_rows_spec([((f"{prefix}o_proj.weight",), hidden_size)], v_rows, 1),
+        }
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], prefix: str, config: LinearAttentionConfig, eps: float
+    ) -> KimiDeltaAttention:
+        names = ("in_proj", "conv", "f_b", "g_b", "A_log", "dt_bias", "o_norm", "o_proj")
+        return cls(config, eps, **{name: tensors[f"{prefix}{name}"] for name in names})
+
+    def forward(self, x: Tensor, batch: ForwardBatch, cache: LayerCache, ops: Ops) -> Tensor:
+        """x [T, hidden] -> [T, hidden]; updates convolution taps and recurrent state."""
+        config = self.config
+        HV, K, V = config.num_value_heads, config.key_head_dim, config.value_head_dim
+        if cache.recurrent_state is None or cache.conv_state is None:
+            raise ValueError("a delta attention layer got a cache without state")
+        fused = F.linear(x, self.in_proj)
+        qkv, f_low, g_low, b = fused.split([config.conv_dim, K, V, HV], dim=-1)
+        qkv = ops.causal_conv(
+            qkv, self.conv, cache.conv_state, batch.query_start_loc, batch.state_slots, batch.has_initial_state
+        )
+        q, k, v = qkv.split([config.num_key_heads * K, config.num_key_heads * K, HV * V], dim=-1)
+        g = ops.decay_gate(F.linear(f_low, self.f_b).unflatten(-1, (HV, K)), self.A_log, self.dt_bias)
+        o = self._delta_rule(
+            q.unflatten(-1, (-1, K)),
+            k.unflatten(-1, (-1, K)),
+            v.unflatten(-1, (-1, V)),
+            g,
+            torch.sigmoid(b.float()),
+            batch,
+            cache.recurrent_state,
+            ops,
+        )
+        gate = F.linear(g_low, self.g_b).unflatten(-1, (HV, V))
+        return F.linear(ops.gated_rms_norm(o, gate, self.o_norm, self.eps, "sigmoid").flatten(1), self.o_proj)
+
+    def _delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, batch: ForwardBatch, state: Tensor, ops: Ops
+    ) -> Tensor:
+        n = batch.num_decodes
+        slots, has_initial_state = batch.state_slots, batch.has_initial_state
+        outputs = []
+        if n > 0:
+            start_loc = batch.query_start_loc[: n + 1]
+            outputs.append(
+                ops.recurrent_delta_rule(
+                    q[:n], k[:n], v[:n], g[:n], beta[:n], state, start_loc, slots[:n], has_initial_state[:n]
+                )
+            )
+        if n < batch.num_requests:
+            start_loc = batch.prefill_start_loc
+            outputs.append(
+                ops.chunked_delta_rule(
+                    q[n:], k[n:], v[n:], g[n:], beta[n:], state, start_loc, slots[n:], has_initial_state[n:]
+                )
+            )
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """`h += mixer(norm(h)); h += feed_forward(norm(h))`; the norms live in the model's loop, fused with the adds."""
+
+    input_norm: Tensor  # [D]
+    post_norm: Tensor  # [D]
+    mixer: KimiDeltaAttention | Mla
+    feed_forward: SwiGlu | Moe
+
+
+class KimiLinear:
+    """KimiLinearForCausalLM."""
+
+    def __init__(
+        self, config: ModelConfig, tensors: Mapping[str, Tensor], ops: Ops, residual_dtype: torch.dtype
+    ) -> None:
+        self.config = config
+        self._ops = ops
+        self._residual_dtype = residual_dtype
+        self._embed_tokens = tensors["model.embed_tokens.weight"]
+        self._norm = tensors["model.norm.weight"]
+        self._lm_head = tensors.get("lm_head.weight", self._embed_tokens)
+        self._layers = [self._layer(i, tensors) for i in range(config.num_hidden_layers)]
+
+    @staticmethod
+    def parameter_table(config: ModelConfig) -> ParameterTable:
+        D, vocab = config.hidden_size, config.vocab_size
+        vocab_parts = (("model.embed_tokens.weight",), vocab)
+        table = {
+            "model.embed_tokens.weight": fused_rows_spec([vocab_parts], D, 0),
+            "model.norm.weight": norm_spec("model.norm.weight", D),
+        }
+        if not config.tie_word_embeddings:
+            table["lm_head.weight"] = fused_rows_spec([(("lm_head.weight",), vocab)], D, 0)
+        for i, (layer_type, mlp_type) in enumerate(zip(config.layer_types, config.mlp_types, strict=True)):
+            prefix = f"model.layers.{i}."
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                table[f"{prefix}{norm}"] = norm_spec(f"{prefix}{norm}.weight", D)
+            if layer_type is LayerType.LINEAR_ATTENTION:
+                linear = _needed(config.linear_attention, "linear attention")
+                table |= KimiDeltaAttention.table(f"{prefix}self_attn.", linear, D)
+            else:
+                table |= Mla.table(f"{prefix}self_attn.", _needed(config.mla, "latent attention"), D)
+            if mlp_type is MlpType.SPARSE:
+                moe = _needed(config.moe, "expert")
+                table |= Moe.table(f"{prefix}moe.", f"{prefix}block_sparse_moe.", MOE_NAMES, moe, D)
+            else:
+                # transformers 5.24 files the dense layer under `block_sparse_moe.`; the hub under `mlp.`.
+                names = [f"{prefix}mlp.", f"{prefix}block_sparse_moe."]
+                table |= SwiGlu.table(f"{prefix}mlp.", names, D, config.intermediate_size)
+        return table
+
+    @staticmethod
+    def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
+        return tuple(
+            KimiDeltaAttention.spec(_needed(config.linear_attention, "linear attention"))
+            if kind is LayerType.LINEAR_ATTENTION
+            else Mla.spec(_needed(config.mla, "latent attention"))
+            for kind in config.layer_types
+        )
+
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Tensor:
+        """Final hidden states [L, D] of the tokens `batch.logits_indices`; updates the caches in place."""
+        ops, eps, dtype = self._ops, self.config.rms_norm_eps, self._embed_tokens.dtype
+        residual = embed(batch.token_ids, self._embed_tokens, self._residual_dtype)  # [T, D]
+        x = ops.rms_norm(residual, self._layers[0].input_norm, eps, dtype)
+        last = len(self._layers) - 1
+        for i, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
+            x = layer.mixer.forward(x, batch, cache, ops)
+            if i == last:  # from here on only the rows whose logits are wanted matter
+                x, residual = x[batch.logits_indices], residual[batch.logits_indices]
+                if x.shape[0] == 0:
+                    break
+            x = ops.add_rms_norm(x, residual, layer.post_norm, eps, dtype)
+            x = layer.feed_forward.forward(x, ops)
+            next_norm = self._norm if i == last else self._layers[i + 1].input_norm
+            x = ops.add_rms_norm(x, residual, next_norm, eps, dtype)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [L, D] -> logits [L, vocab] float32."""
+        return F.linear(hidden, self._lm_head).float()
+
+    def _layer(self, i: int, tensors: Mapping[str, Tensor]) -> DecoderLayer:
+        config = self.config
+        prefix = f"model.layers.{i}."
+        mixer: KimiDeltaAttention | Mla
+        if config.layer_types[i] is LayerType.LINEAR_ATTENTION:
+            linear = _needed(config.linear_attention, "linear attention")
+            mixer = KimiDeltaAttention.from_tensors(tensors, f"{prefix}self_attn.", linear, config.rms_norm_eps)
+        else:
+            mixer = Mla.from_tensors(tensors, f"{prefix}self_attn.", _needed(config.mla, "latent attention"))
+        feed_forward: SwiGlu | Moe
+        if config.mlp_types[i] is MlpType.SPARSE:
+            feed_forward = Moe.from_tensors(tensors, f"{prefix}moe.", _needed(config.moe, "expert"))
+        else:
+            feed_forward = SwiGlu.from_tensors(tensors, f"{prefix}mlp.")
+        return DecoderLayer(
+            input_norm=tensors[f"{prefix}input_layernorm"],
+            post_norm=tensors[f"{prefix}post_attention_layernorm"],
+            mixer=mixer,
+            feed_forward=feed_forward,
+        )
+
+
+def _needed(part: _Part | None, name: str) -> _Part:
+    if part is None:
+        raise ConfigError(f"a layer needs the {name} fields, and config.json has none")
+    return part

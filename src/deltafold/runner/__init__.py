@@ -1,0 +1,1 @@
+"""From a scheduled step to drawn tokens: inputs, forward, sampling."""

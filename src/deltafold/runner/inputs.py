@@ -1,0 +1,73 @@
+"""SchedulerOutput -> ForwardBatch: where each token is, what it reads and where it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from deltafold.cache.memory import BLOCK_SIZE
+from deltafold.layers.batch import ForwardBatch
+from deltafold.scheduler.output import ScheduledRequest, SchedulerOutput
+
+
+def build_batch(output: SchedulerOutput, device: torch.device) -> ForwardBatch:
+    """The tensors of one step on `device`. `logits_indices` lists, request by request, the tokens whose logits are
+    wanted (see `logits_rows`)."""
+    items = output.scheduled
+    num_decodes = sum(item.is_decode for item in items)
+    starts = [0, *accumulate(item.num_scheduled_tokens for item in items)]
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slot_mapping: list[int] = []
+    for item in items:
+        span = range(item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens)
+        blocks = item.request.block_ids
+        token_ids += item.request.token_ids[span.start : span.stop]
+        positions += span
+        slot_mapping += [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in span]
+    logits_indices = [
+        row for stop, item in zip(starts[1:], items, strict=True) for row in range(stop - logits_rows(item), stop)
+    ]
+
+    def integers(values: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+    return ForwardBatch(
+        token_ids=integers(token_ids, torch.int64),
+        positions=integers(positions, torch.int64),
+        query_start_loc=integers(starts),
+        prefill_start_loc=integers([start - num_decodes for start in starts[num_decodes:]]),
+        seq_lens=integers([item.num_computed_tokens + item.num_scheduled_tokens for item in items]),
+        slot_mapping=integers(slot_mapping, torch.int64),
+        block_table=_block_table(items, device),
+        state_slots=integers([_slot(item) for item in items]),
+        has_initial_state=integers([item.has_initial_state for item in items], torch.bool),
+        logits_indices=integers(logits_indices, torch.int64),
+        num_decodes=num_decodes,
+    )
+
+
+def scores_prompt(item: ScheduledRequest) -> bool:
+    """Whether this chunk is of a prompt whose own logprobs are wanted."""
+    return item.request.params.prompt_logprobs is not None and item.num_computed_tokens < item.request.num_prompt_tokens
+
+
+def logits_rows(item: ScheduledRequest) -> int:
+    """How many of a request's scheduled tokens, counted from its last, need logits."""
+    return item.num_scheduled_tokens if scores_prompt(item) else int(item.is_sampled)
+
+
+def _slot(item: ScheduledRequest) -> int:
+    if item.request.state_slot is None:
+        raise ValueError(f"{item.request.key} is scheduled without a state slot")
+    return item.request.state_slot
+
+
+def _block_table(items: Sequence[ScheduledRequest], device: torch.device) -> torch.Tensor:
+    # As wide as this step's longest context, not as max_model_len.
+    widths = [-(-(item.num_computed_tokens + item.num_scheduled_tokens) // BLOCK_SIZE) for item in items]
+    width = max(widths)
+    rows = [item.request.block_ids[:used] + [0] * (width - used) for item, used in zip(items, widths, strict=True)]
+    return torch.tensor(rows, dtype=torch.int32).to(device, non_blocking=True)

@@ -1,0 +1,191 @@
+"""How increments reach a caller: a queue a submission, read by a plain or an async iterator.
+
+The loop's thread delivers, the caller's reads. A stream that is closed or dropped before its end aborts its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Sequence
+from types import TracebackType
+
+from deltafold.core import Increment
+from deltafold.errors import EngineClosedError
+from deltafold.loop import EngineLoop
+from deltafold.scheduler.request import Request
+from deltafold.types import Completion, FinishReason, TokenOutput
+
+Delivery = Increment | EngineClosedError
+
+
+class _Subscription:
+    """Submits requests and counts them down. Subclasses say how a delivery crosses threads."""
+
+    def __init__(self, loop: EngineLoop, requests: Sequence[Request]) -> None:
+        self._loop = loop
+        self._request_id = requests[0].request_id
+        self._num_unfinished = len(requests)
+
+    @property
+    def request_id(self) -> str:
+        """What `Engine.abort` takes."""
+        return self._request_id
+
+    @property
+    def is_finished(self) -> bool:
+        return self._num_unfinished == 0
+
+    def _accept(self, delivery: Delivery) -> Increment:
+        if isinstance(delivery, EngineClosedError):
+            self._num_unfinished = 0
+            raise delivery
+        self._num_unfinished -= delivery.is_last
+        return delivery
+
+    def _abort(self) -> None:
+        if self._num_unfinished:
+            self._num_unfinished = 0
+            self._loop.abort(self._request_id)
+
+
+class Subscription(_Subscription):
+    """Increments for a caller that blocks."""
+
+    def __init__(self, loop: EngineLoop, requests: Sequence[Request]) -> None:
+        super().__init__(loop, requests)
+        self._queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        loop.submit(requests, self._queue.put)
+
+    def get(self) -> Increment:
+        """The next increment; EngineClosedError if there will be none."""
+        return self._accept(self._queue.get())
+
+
+class AsyncSubscription(_Subscription):
+    """Increments for a coroutine; must be made in the running event loop that reads it."""
+
+    def __init__(self, loop: EngineLoop, requests: Sequence[Request]) -> None:
+        super().__init__(loop, requests)
+        self._event_loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Delivery] = asyncio.Queue()
+        loop.submit(requests, self._deliver)
+
+    async def get(self) -> Increment:
+        """The next increment; EngineClosedError if there will be none."""
+        return self._accept(await self._queue.get())
+
+    def _deliver(self, delivery: Delivery) -> None:
+        # An event loop that is gone has no reader left, and the engine's thread must not die of it.
+        if not self._event_loop.is_closed():
+            try:
+                self._event_loop.call_soon_threadsafe(self._queue.put_nowait, delivery)
+            except RuntimeError:
+                return
+
+
+class TokenStream(Subscription):
+    """Iterator over a request's increments; also a context manager. `close()` aborts what is unfinished."""
+
+    def __iter__(self) -> TokenStream:
+        return self
+
+    def __next__(self) -> TokenOutput:
+        if self.is_finished:
+            raise StopIteration
+        return _token_output(self.get())
+
+    def close(self) -> None:
+        """Aborts the request unless it is finished. Idempotent."""
+        self._abort()
+
+    def __enter__(self) -> TokenStream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_num_unfinished"):
+            self._abort()
+
+
+class AsyncTokenStream(AsyncSubscription):
+    """The same for `async for`; `aclose()` aborts, and so does cancelling the task that waits in it."""
+
+    def __aiter__(self) -> AsyncTokenStream:
+        return self
+
+    async def __anext__(self) -> TokenOutput:
+        if self.is_finished:
+            raise StopAsyncIteration
+        try:
+            return _token_output(await self.get())
+        except asyncio.CancelledError:
+            self._abort()
+            raise
+
+    async def aclose(self) -> None:
+        """Aborts the request unless it is finished. Idempotent."""
+        self._abort()
+
+    async def __aenter__(self) -> AsyncTokenStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._abort()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_num_unfinished"):
+            self._abort()
+
+
+class Collector:
+    """Puts the increments of several requests together to completions."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+        self._texts: dict[str, list[str]] = {request.key: [] for request in requests}
+
+    def add(self, increment: Increment) -> None:
+        self._texts[increment.request.key].append(increment.text)
+
+    def completions(self, n: int) -> list[Completion]:
+        """In the order of the requests, once all are finished; `index` counts within each prompt's n."""
+        return [
+            _completion(request, "".join(self._texts[request.key]), i % n) for i, request in enumerate(self._requests)
+        ]
+
+
+def _completion(request: Request, text: str, index: int) -> Completion:
+    params = request.params
+    return Completion(
+        request_id=request.request_id,
+        index=index,
+        text=text,
+        prompt_token_ids=request.prompt_token_ids,
+        token_ids=tuple(request.output_token_ids),
+        finish_reason=request.finish_reason or FinishReason.ABORT,
+        usage=request.usage,
+        stop_reason=request.stop_reason,
+        logprobs=tuple(request.logprobs) if params.logprobs is not None else None,
+        prompt_logprobs=tuple(request.prompt_logprobs) if params.prompt_logprobs is not None else None,
+        error=request.error,
+    )
+
+
+def _token_output(increment: Increment) -> TokenOutput:
+    request = increment.request
+    if increment.is_last and request.error is not None:
+        raise request.error
+    return TokenOutput(
+        request_id=request.request_id,
+        index=request.index,
+        text=increment.text,
+        token_ids=increment.token_ids,
+        logprobs=increment.logprobs if request.params.logprobs is not None else None,
+        finish_reason=request.finish_reason if increment.is_last else None,
+        usage=request.usage if increment.is_last else None,
+    )
