@@ -175,7 +175,9 @@ class Engine:
         return cls(resolved, options, config, loaded, tokenizer)
 
     @overload
-    def complete(self, prompt: str, params: SamplingParams | None = None) -> Completion: ...
+    def complete(  # type: ignore[overload-overlap]  # a str is a Sequence[str]; the first overload that fits wins
+        self, prompt: str, params: SamplingParams | None = None
+    ) -> Completion: ...
     @overload
     def complete(self, prompt: Sequence[str], params: SamplingParams | None = None) -> list[Completion]: ...
     def complete(

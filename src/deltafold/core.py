@@ -14,7 +14,7 @@ from deltafold.runner.runner import ModelRunner
 from deltafold.scheduler.output import SchedulerOutput
 from deltafold.scheduler.request import Request, RequestStatus
 from deltafold.scheduler.scheduler import Scheduler
-from deltafold.tokenizer.tokenizer import Detokenizer
+from deltafold.tokenizer.detokenizer import Detokenizer
 from deltafold.types import FinishReason, TokenLogprob
 
 

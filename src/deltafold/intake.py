@@ -38,7 +38,7 @@ class Intake:
         if not checked:
             raise RequestError("prompt must hold at least one prompt, got none", param="prompt")
         request_id = request_id or f"cmpl-{uuid.uuid4().hex}"
-        requests = []
+        requests: list[Request] = []
         for prompt in checked:
             seed = params.seed if params.seed is not None else self._random.getrandbits(63)
             for choice in range(params.n):
