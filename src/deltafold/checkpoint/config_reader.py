@@ -26,6 +26,11 @@ class _Required(enum.Enum):
 _REQUIRED: Final = _Required.REQUIRED
 
 
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
+
+
 class ConfigReader:
     """One object of a configuration file; null counts as absent, as the format has it.
 
@@ -44,10 +49,7 @@ class ConfigReader:
 
     def error(self, key: str, value: object, limit: str) -> ConfigError:
         """The error that `key` has `value` (None: is missing) where `limit` holds."""
-        shown = repr(value)
-        if len(shown) > _MAX_SHOWN:
-            shown = shown[:_MAX_SHOWN] + "..."
-        what = "is missing" if value is None else f"= {shown}"
+        what = "is missing" if value is None else f"= {_shown(value)}"
         return ConfigError(f"{self._file}: {self._prefix}{key} {what}: {limit}")
 
     def section(self, key: str) -> ConfigReader | None:
@@ -161,7 +163,7 @@ class ConfigReader:
             and not (value is None or value is False or value == "" or value == [] or value == {})
         ]
         if unknown:
-            values = ", ".join(f"{self._prefix}{key} = {str(self.raw[key])[:_MAX_SHOWN]!r}" for key in unknown)
+            values = ", ".join(f"{self._prefix}{key} = {_shown(self.raw[key])}" for key in unknown)
             raise ConfigError(f"{self._file}: keys that are not supported: {values}")
 
     def _value(self, keys: tuple[str, ...]) -> object:

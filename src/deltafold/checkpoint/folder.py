@@ -32,11 +32,11 @@ def resolve_folder(model: str, revision: str | None = None) -> Path:
         OptionError: `revision` with a model that is not from the hub.
     """
     path = Path(model).expanduser()
-    if model == BUILTIN or path.is_dir():
+    if model == BUILTIN or (model and path.is_dir()):
         if revision is not None:
             raise OptionError(f"revision {revision!r} applies to hub ids only, and {model!r} is a local folder")
         return _builtin_folder() if model == BUILTIN else path
-    if path.exists():
+    if path.is_file():
         raise LoadError(f"model {model!r} is a file; a folder with config.json and safetensors files is needed")
     if _HUB_ID.fullmatch(model) is None:
         raise LoadError(f"model {model!r}: there is no such folder, and it is not a hub id (NAME or OWNER/NAME)")

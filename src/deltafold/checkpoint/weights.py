@@ -7,9 +7,9 @@ over, misshapen, truncated or not finite ends in one error that names every tens
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
 import re
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -229,7 +229,9 @@ def random_tensors(
     tensors: dict[str, torch.Tensor] = {}
     for key, spec in table.items():
         tensor = _allocate(key, spec, compute_dtype, device)
-        generator.manual_seed((seed << 32 ^ zlib.crc32(key.encode())) & (2**63 - 1))
+        # Hashed, because the CPU's generator uses only the low 32 bits of a seed.
+        digest = hashlib.blake2b(f"{seed}:{key}".encode(), digest_size=7).digest()
+        generator.manual_seed(int.from_bytes(digest, "little"))
         _draw(tensor, spec.init, generator)
         tensors[key] = tensor
     return tensors
