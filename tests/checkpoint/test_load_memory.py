@@ -36,7 +36,7 @@ print(before, peak(), sum(tensor.nbytes for tensor in tensors.values()))
 
 
 def _write_shards(folder: Path) -> None:
-    """Shards of float32 zeros, converted while they load; the files are sparse, so that the test writes next to nothing."""
+    """Shards of float32 zeros, converted while they load; the files are sparse, so that little is written."""
     weight_map = {}
     for shard in range(NUM_SHARDS):
         sizes = {f"w.{shard}.a": SHARD_VALUES, f"w.{shard}.b": SHARD_VALUES // 2}
