@@ -6,6 +6,7 @@ by the tests. Shapes that depend on data (chunk lists, block groups) are worked 
 
 from deltafold.ops.portable.conv import causal_conv
 from deltafold.ops.portable.delta_rule import chunked_delta_rule, decay_gate, recurrent_delta_rule
+from deltafold.ops.portable.fused import linear, mla_step, routed_experts
 from deltafold.ops.portable.latent import latent_store, mla_decode, mla_prefill
 from deltafold.ops.portable.moe import grouped_experts, route
 from deltafold.ops.portable.norms import add_rms_norm, gated_rms_norm, rms_norm, silu_and_mul
@@ -18,10 +19,13 @@ __all__ = [
     "gated_rms_norm",
     "grouped_experts",
     "latent_store",
+    "linear",
     "mla_decode",
     "mla_prefill",
+    "mla_step",
     "recurrent_delta_rule",
     "rms_norm",
     "route",
+    "routed_experts",
     "silu_and_mul",
 ]

@@ -67,7 +67,7 @@ def _step(
     S = rows.values.view(N * HV, K, V)
     delta = torch.baddbmm(v.float().reshape(N * HV, 1, V), k_rows, S, alpha=-scale)
     delta.mul_(beta.reshape(N * HV, 1, 1))
-    S.baddbmm_(k_rows.transpose(1, 2), delta, alpha=scale)
+    S.addcmul_(k_rows.transpose(1, 2), delta, value=scale)
     out = torch.bmm(q_rows, S)
     put_rows(recurrent_state, slots, rows)
     return out.mul_(scale * scale).view(N, HV, V).to(v.dtype)
@@ -106,8 +106,7 @@ def chunked_delta_rule(
     packed = run_chunks(chunks, states.values, active)  # [chunks, HV, C, V]
     put_rows(recurrent_state, slots, states)
     out = torch.zeros_like(v)
-    out[tokens] = packed.transpose(1, 2).flatten(0, 1)[rows].to(v.dtype)
-    return out
+    return out.index_copy_(0, tokens, packed.transpose(1, 2).flatten(0, 1).index_select(0, rows).to(v.dtype))
 
 
 def _active_per_step(num_chunks: list[int]) -> list[int]:
@@ -131,7 +130,7 @@ def _placement(requests: list[Request], active: list[int], device: torch.device)
 def _pack(x: Tensor, tokens: Tensor, rows: Tensor, num_chunks: int) -> Tensor:
     """x [T, HX, ...] -> [chunks, HX, C, ...] float32, zero where a chunk has no token."""
     packed = x.new_zeros(num_chunks * CHUNK_SIZE, *x.shape[1:], dtype=torch.float32)
-    packed[rows] = x[tokens].float()
+    packed.index_copy_(0, rows, x.index_select(0, tokens).float())
     return packed.view(num_chunks, CHUNK_SIZE, *x.shape[1:]).transpose(1, 2).contiguous()
 
 

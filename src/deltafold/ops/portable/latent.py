@@ -58,7 +58,12 @@ def mla_prefill(
 def _context(latent_cache: Tensor, blocks: Tensor, length: int) -> Tensor:
     """The first `length` rows of one request, [length, R + P] float32."""
     num_blocks = -(-length // latent_cache.shape[1])
-    return latent_cache[blocks[:num_blocks]].flatten(0, 1)[:length].float()
+    ids = blocks[:num_blocks].tolist()
+    if ids == list(range(ids[0], ids[0] + num_blocks)):
+        context = latent_cache[ids[0] : ids[0] + num_blocks]  # a view: nothing is gathered
+    else:
+        context = latent_cache.index_select(0, blocks[:num_blocks])
+    return context.flatten(0, 1)[:length].float()
 
 
 def _expand(kv_b: Tensor, context: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
@@ -124,8 +129,9 @@ def _decode_group(
     is_beyond = positions >= seq_lens.unsqueeze(1)  # [N, L]
     # A short request's table may hold anything after its own blocks, ids outside the cache included.
     blocks = block_table[:, :num_blocks].masked_fill(is_beyond[:, ::block_size], 0)
-    context = latent_cache[blocks].flatten(1, 2).float()  # [N, L, R + P]
-    context.masked_fill_(is_beyond.unsqueeze(2), 0)
+    context = latent_cache.index_select(0, blocks.flatten()).view(len(lengths), -1, latent_cache.shape[2]).float()
+    for i, length in enumerate(lengths):  # touches far less than a mask over [N, L, R + P]
+        context[i, length:] = 0
     scores = torch.bmm(q.float(), context.transpose(1, 2)).mul_(scale)  # [N, H, L]
     scores.masked_fill_(is_beyond.unsqueeze(1), float("-inf"))
     return torch.bmm(torch.softmax(scores, dim=-1), context[..., :rank]).to(q.dtype)

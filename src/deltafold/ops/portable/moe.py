@@ -51,7 +51,7 @@ def grouped_experts(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Te
         return _one_token(x, w13, w2, weights, ids[0].tolist())
     order = torch.argsort(ids.flatten(), stable=True)  # [T * J], pairs (token, choice); skipped ones first
     counts = torch.bincount(ids.flatten() + 1, minlength=w13.shape[0] + 1).tolist()
-    rows = x[order // J]
+    rows = x.index_select(0, order // J)
     hidden = rows.new_empty(T * J, w13.shape[1])
     spans = _spans(counts)
     for expert, start, end in spans:
@@ -62,8 +62,7 @@ def grouped_experts(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Te
     results[: counts[0]] = 0
     for expert, start, end in spans:
         torch.mm(activated[start:end], w2[expert].T, out=results[start:end])
-    by_token = torch.empty_like(results)
-    by_token[order] = results
+    by_token = torch.empty_like(results).index_copy_(0, order, results)
     if counts[0]:
         weights = weights.masked_fill(ids < 0, 0)
     return torch.bmm(weights.unsqueeze(1), by_token.view(T, J, -1).float()).squeeze(1).to(x.dtype)

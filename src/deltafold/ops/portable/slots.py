@@ -47,10 +47,10 @@ def take_rows(pool: Tensor, slots: list[int]) -> PoolRows:
     first = slots[0]
     if slots == list(range(first, first + len(slots))):
         return PoolRows(pool[first : first + len(slots)], True)
-    return PoolRows(pool[torch.tensor(slots, device=pool.device)], False)
+    return PoolRows(pool.index_select(0, torch.tensor(slots, device=pool.device)), False)
 
 
 def put_rows(pool: Tensor, slots: list[int], rows: PoolRows) -> None:
     """Writes changed `rows` back to where `take_rows` got them."""
     if not rows.is_view:
-        pool[torch.tensor(slots, device=pool.device)] = rows.values
+        pool.index_copy_(0, torch.tensor(slots, device=pool.device), rows.values)
