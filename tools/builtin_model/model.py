@@ -359,6 +359,7 @@ def export(model: KimiLinearForCausalLM, config: dict[str, Any], folder: Path) -
         tensors[name] = tensor.to(torch.float32 if kept else torch.bfloat16).contiguous()
     path = folder / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     size = path.stat().st_size
     if size > MAX_BYTES:
