@@ -1,0 +1,241 @@
+"""One completions or chat call on its way through the engine: whole or streamed, timed, logged, aborted.
+
+Routes (app.py) open a `Call`; a shape (shapes.py) says what its answer looks like.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from deltafold import DeltafoldError, SamplingParams, TokenOutput, Usage
+from deltafold.server.disconnect import unless_disconnected
+from deltafold.server.metrics import TokenTimer
+from deltafold.server.middleware import CLIENT_CLOSED_REQUEST
+from deltafold.server.problems import to_problem
+from deltafold.server.shapes import Choice, Shape, usage_object
+from deltafold.server.state import ServerState
+
+request_log = logging.getLogger("deltafold.server.request")
+
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+@dataclass(slots=True)
+class _Record:
+    """What the request log says of a call; counts and names only, never text."""
+
+    outcome: str = "disconnected"
+    error: str | None = None
+    ttft: float | None = None
+    num_output_tokens: int = 0
+    usages: dict[int, Usage] = field(default_factory=dict)
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+
+
+class Call:
+    """One call: `prompts` as token ids, each completed `params.n` times, answered in `shape`."""
+
+    def __init__(
+        self, state: ServerState, request: Request, shape: Shape, prompts: Sequence[list[int]], params: SamplingParams
+    ) -> None:
+        state.refuse_if_draining()
+        self._state = state
+        self._shape = shape
+        self._prompts = prompts
+        self._params = params
+        self._receive = request.receive
+        self._route = request.scope["route"].path
+        self.id = shape.id_prefix + request.scope["state"]["request_id"]
+        self._start = time.perf_counter()
+        self._record = _Record()
+
+    async def answer(self) -> Response:
+        """The whole answer.
+
+        Raises:
+            DeltafoldError: as `Engine.acomplete` does.
+        """
+        self._state.in_flight.add(self.id)
+        try:
+            work = self._state.engine.acomplete(self._prompts, self._params, request_id=self.id)
+            completions = await unless_disconnected(work, self._receive)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        except DeltafoldError as error:
+            self._note_error(error)
+            raise
+        else:
+            for index, completion in enumerate(completions):
+                self._record.usages[index] = completion.usage
+                self._record.finish_reasons[index] = completion.finish_reason
+                self._record.num_output_tokens += completion.usage.num_output_tokens
+            self._record.outcome = "ok"
+            choices = [self._shape.choice(index, completion) for index, completion in enumerate(completions)]
+            body = {**self._head(self._shape.object), "choices": choices, "usage": self._usage()}
+            return Response(_dumps(body), media_type="application/json")
+        finally:
+            self._close((self.id,), is_stream=False)
+
+    def stream(self, *, include_usage: bool) -> Response:
+        """The answer as server-sent events; the engine has the requests when this returns.
+
+        Raises:
+            DeltafoldError: as `Engine.astream` does when it is called.
+        """
+        ids = [f"{self.id}-{prompt_index}" for prompt_index in range(len(self._prompts))]
+        self._state.in_flight.update(ids)
+        streams = []
+        try:
+            for request_id, prompt in zip(ids, self._prompts, strict=True):
+                streams.append(self._state.engine.astream(prompt, self._params, request_id=request_id))
+        except DeltafoldError as error:
+            self._note_error(error)
+            self._close(ids, is_stream=True)
+            raise
+        return _EventStream(self._events(streams, include_usage), lambda: self._close(ids, is_stream=True))
+
+    async def _events(
+        self, streams: Sequence[AsyncIterator[TokenOutput]], include_usage: bool
+    ) -> AsyncGenerator[bytes, None]:
+        head = _dumps(self._head(self._shape.chunk_object))[:-1]
+        before, after = b"data: " + head + b',"choices":[', b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+        def chunk(choice: Choice) -> bytes:
+            return before + _dumps(choice) + after
+
+        num_choices = len(self._prompts) * self._params.n
+        for index in range(num_choices):
+            for choice in self._shape.openings(index):
+                yield chunk(choice)
+        timers = [TokenTimer(self._state.metrics, self._start) for _ in range(num_choices)]
+        try:
+            async with aclosing(_merge(streams)) as outputs:
+                async for prompt_index, output in outputs:
+                    index = prompt_index * self._params.n + output.index
+                    self._note_output(index, output, timers[index])
+                    if data := b"".join([chunk(choice) for choice in self._shape.increments(index, output)]):
+                        yield data
+        except DeltafoldError as error:
+            self._note_error(error)
+            yield b"data: " + to_problem(error).to_json() + b"\n\n"
+            return
+        if include_usage:
+            yield before + b'],"usage":' + _dumps(self._usage()) + b"}\n\n"
+        self._record.outcome = "ok"
+        yield b"data: [DONE]\n\n"
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        created = int(time.time())
+        return {"id": self.id, "object": kind, "created": created, "model": self._state.model_name}
+
+    def _usage(self) -> dict[str, Any]:
+        return usage_object(self._record.usages, n=self._params.n, is_scoring=self._shape.is_scoring)
+
+    def _note_output(self, index: int, output: TokenOutput, timer: TokenTimer) -> None:
+        timer.tick(len(output.token_ids))
+        self._record.num_output_tokens += len(output.token_ids)
+        if self._record.ttft is None:
+            self._record.ttft = timer.first
+        if output.usage is not None:
+            self._record.usages[index] = output.usage
+        if output.finish_reason is not None:
+            self._record.finish_reasons[index] = output.finish_reason
+
+    def _note_error(self, error: DeltafoldError) -> None:
+        self._record.outcome = "error"
+        self._record.error = type(error).__name__
+
+    def _close(self, request_ids: Sequence[str], *, is_stream: bool) -> None:
+        """Called once however the call ended: what the engine still has of it is aborted."""
+        for request_id in request_ids:
+            self._state.engine.abort(request_id)
+        self._state.in_flight.difference_update(request_ids)
+        seconds = time.perf_counter() - self._start
+        self._state.metrics.request_seconds.labels(self._route).observe(seconds)
+        record = self._record
+        line = {
+            "event": "request",
+            "id": self.id,
+            "route": self._route,
+            "stream": is_stream,
+            "n": self._params.n,
+            "num_prompts": len(self._prompts),
+            "num_prompt_tokens": sum(len(prompt) for prompt in self._prompts),
+            "num_output_tokens": record.num_output_tokens,
+            "num_cached_tokens": self._usage()["prompt_tokens_details"]["cached_tokens"],
+            "finish_reasons": [record.finish_reasons[index] for index in sorted(record.finish_reasons)],
+            "outcome": record.outcome,
+            "error": record.error,
+            "ttft_ms": None if record.ttft is None else round(record.ttft * 1000, 1),
+            "ms": round(seconds * 1000, 1),
+        }
+        request_log.info("%s", json.dumps(line))
+
+
+def _dumps(value: Any) -> bytes:
+    # a NaN that came this far is a defect, and clients could not parse it
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+async def _next_of(stream: AsyncIterator[TokenOutput]) -> TokenOutput | None:
+    return await anext(stream, None)
+
+
+async def _merge(streams: Sequence[AsyncIterator[TokenOutput]]) -> AsyncGenerator[tuple[int, TokenOutput], None]:
+    """The outputs of all streams as they come, each with its stream's position."""
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, output
+        return
+    pending = {asyncio.ensure_future(_next_of(stream)): index for index, stream in enumerate(streams)}
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=pending.__getitem__):
+                index = pending.pop(task)
+                if (following := task.result()) is not None:
+                    pending[asyncio.ensure_future(_next_of(streams[index]))] = index
+                    yield index, following
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+
+
+class _EventStream(Response):
+    """Sends `events` until they end or the client does; `on_close` is called either way."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], on_close: Callable[[], None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._events = events
+        self._on_close = on_close
+        self.init_headers(_STREAM_HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(self._send_all(send), receive)
+        except ClientDisconnect:
+            pass
+        finally:
+            self._on_close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with aclosing(self._events) as events:
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})

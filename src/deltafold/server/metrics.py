@@ -1,0 +1,111 @@
+"""What `/metrics` shows: the engine's own counters, read at each scrape, and what only the server can time.
+
+Every server has a registry of its own, so two in one process do not meet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from deltafold import Engine, EngineStats
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+"""The media type of `ServerMetrics.render()`."""
+
+_TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class _EngineCollector(Collector):
+    """Turns one `EngineStats` into metrics, so that a scrape shows one instant."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def describe(self) -> Iterator[Metric]:
+        # without this, registering would ask a perhaps dying engine for its figures
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _gauges(stats := self._engine.stats())
+        yield from _counters(stats)
+        yield GaugeMetricFamily("deltafold_engine_up", "1 while the engine's step loop runs.", self._engine.is_alive)
+
+
+def _gauges(stats: EngineStats) -> Iterator[Metric]:
+    used_blocks = stats.num_blocks - stats.num_free_blocks
+    used_slots = stats.num_state_slots - stats.num_free_state_slots
+    yield GaugeMetricFamily("deltafold_requests_running", "Requests being computed.", stats.num_running)
+    yield GaugeMetricFamily("deltafold_requests_waiting", "Requests waiting for room.", stats.num_waiting)
+    yield GaugeMetricFamily("deltafold_blocks_used", "Cache blocks in use.", used_blocks)
+    yield GaugeMetricFamily("deltafold_blocks_free", "Cache blocks free.", stats.num_free_blocks)
+    yield GaugeMetricFamily("deltafold_state_slots_used", "State slots in use.", used_slots)
+    yield GaugeMetricFamily("deltafold_state_slots_free", "State slots free.", stats.num_free_state_slots)
+
+
+def _counters(stats: EngineStats) -> Iterator[Metric]:
+    yield CounterMetricFamily("deltafold_prompt_tokens", "Prompt tokens of requests.", stats.num_prompt_tokens)
+    yield CounterMetricFamily("deltafold_output_tokens", "Tokens generated.", stats.num_output_tokens)
+    yield CounterMetricFamily(
+        "deltafold_prefix_cached_tokens", "Prompt tokens restored from the prefix cache.", stats.num_cached_tokens
+    )
+    yield CounterMetricFamily("deltafold_preemptions", "Requests put back to make room.", stats.num_preemptions)
+    yield CounterMetricFamily("deltafold_steps", "Steps of the engine.", stats.num_steps)
+
+
+class ServerMetrics:
+    """The metrics of one server over `engine`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(engine))
+        self.http_requests = Counter(
+            "deltafold_http_requests", "Answers by route and status; 499 is a client that went away.",
+            ("route", "status"), registry=self._registry,
+        )  # fmt: skip
+        self.time_to_first_token = Histogram(
+            "deltafold_time_to_first_token_seconds", "Arrival to first token, of streamed requests.",
+            buckets=_TTFT_BUCKETS, registry=self._registry,
+        )  # fmt: skip
+        self.inter_token = Histogram(
+            "deltafold_inter_token_seconds", "Between one token and the next, of streamed requests.",
+            buckets=_INTER_TOKEN_BUCKETS, registry=self._registry,
+        )  # fmt: skip
+        self.request_seconds = Histogram(
+            "deltafold_request_seconds", "Arrival to last byte, of completions and chats.",
+            ("route",), buckets=_REQUEST_BUCKETS, registry=self._registry,
+        )  # fmt: skip
+
+    def render(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class TokenTimer:
+    """Times the tokens of one streamed completion from `start` (seconds of `time.perf_counter`)."""
+
+    __slots__ = ("_last", "_metrics", "_start", "first")
+
+    def __init__(self, metrics: ServerMetrics, start: float) -> None:
+        self._metrics = metrics
+        self._start = start
+        self._last = start
+        self.first: float | None = None
+
+    def tick(self, num_tokens: int) -> None:
+        """Note that `num_tokens` have come; 0 is nothing."""
+        if num_tokens == 0:
+            return
+        now = time.perf_counter()
+        if self.first is None:
+            self.first = now - self._start
+            self._metrics.time_to_first_token.observe(self.first)
+        else:
+            self._metrics.inter_token.observe((now - self._last) / num_tokens)
+        self._last = now
