@@ -76,7 +76,7 @@ class BearerAuth:
 
     def __init__(self, app: ASGIApp, api_key: str, open_paths: Collection[str]) -> None:
         self._app = app
-        self._digest = _digest(api_key)
+        self._digest = _digest(api_key.encode())
         self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,11 +92,12 @@ class BearerAuth:
     def _is_allowed(self, scope: Scope) -> bool:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         # digests are of one length, so that not even the key's length shows in the time taken
-        return hmac.compare_digest(_digest(key.strip()), self._digest) and scheme.lower() == "bearer"
+        given = key.strip().encode("latin-1")  # as which header values are decoded: back to the client's bytes
+        return hmac.compare_digest(_digest(given), self._digest) and scheme.lower() == "bearer"
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 class BodyLimit:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -85,7 +86,7 @@ def model_not_found(asked: str, served: str) -> Problem:
 
 def _readable_loc(loc: Sequence[int | str]) -> str:
     steps = []
-    for before, step in zip(loc, loc[1:], strict=False):
+    for before, step in itertools.pairwise(loc):
         is_role = isinstance(before, int) and step in _ROLES
         if isinstance(step, int) or not (is_role or _UNION_BRANCH.match(step)):
             steps.append(str(step))
