@@ -65,8 +65,7 @@ def test_hub_download_takes_no_code(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert (model, options["revision"]) == ("owner/name", "v1")
 
     def is_taken(file: str) -> bool:
-        allowed = any(fnmatch.fnmatch(file, pattern) for pattern in options["allow_patterns"])
-        return allowed and not any(fnmatch.fnmatch(file, pattern) for pattern in options["ignore_patterns"])
+        return any(fnmatch.fnmatch(file, pattern) for pattern in options["allow_patterns"])
 
     wanted = [
         "config.json", "generation_config.json", "model.safetensors", "model-00001-of-00020.safetensors",

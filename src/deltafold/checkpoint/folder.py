@@ -18,7 +18,6 @@ BUILTIN = "builtin"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _ALLOWED_FILES = ("*.safetensors", "*.json", "tiktoken.model", "*.jinja")
-_REFUSED_FILES = ("*.py",)
 
 
 def resolve_folder(model: str, revision: str | None = None) -> Path:
@@ -58,9 +57,7 @@ def _download(model: str, revision: str | None) -> Path:
     # The hub's HTTP client has changed between releases; the parent of the hub's own error is that client's root.
     transport_error: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
-        folder = snapshot_download(
-            model, revision=revision, allow_patterns=list(_ALLOWED_FILES), ignore_patterns=list(_REFUSED_FILES)
-        )
+        folder = snapshot_download(model, revision=revision, allow_patterns=list(_ALLOWED_FILES))
     except (transport_error, EntryNotFoundError, OSError, ValueError) as error:
         at = "" if revision is None else f" at revision {revision!r}"
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
