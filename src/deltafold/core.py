@@ -42,11 +42,14 @@ class EngineCore:
         self.num_steps = 0
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
-        self.num_cached_tokens = 0
 
     @property
     def scheduler(self) -> Scheduler:
         return self._scheduler
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self._runner
 
     @property
     def has_work(self) -> bool:
@@ -62,11 +65,13 @@ class EngineCore:
         requests = [request for request in self._scheduler.requests if request.request_id == request_id]
         for request in requests:
             self._scheduler.finish(request, FinishReason.ABORT)
+        self._transfer()
         return [self._last(request) for request in requests]
 
     def step(self) -> list[Increment]:
         """Computes one step; returns what it added, request by request."""
         output = self._scheduler.schedule()
+        self._transfer()
         if not output.scheduled:
             return []
         counts = {item.request.key: item.request.num_output_tokens for item in output.scheduled}
@@ -78,7 +83,13 @@ class EngineCore:
         self._scheduler.update(output, results)
         self.num_steps += 1
         self.num_prompt_tokens += sum(item.num_scheduled_tokens for item in output.scheduled if not item.is_decode)
-        return self._collect(output, counts)
+        increments = self._collect(output, counts)
+        # Before anyone else is given the slots and blocks that finished requests left.
+        self._transfer()
+        return increments
+
+    def _transfer(self) -> None:
+        self._scheduler.transfers_done(self._runner.transfer(self._scheduler.take_transfers()))
 
     def _collect(self, output: SchedulerOutput, counts: dict[str, int]) -> list[Increment]:
         increments = []

@@ -41,6 +41,7 @@ class Intake:
         requests: list[Request] = []
         for prompt in checked:
             seed = params.seed if params.seed is not None else self._random.getrandbits(63)
+            leader: Request | None = None
             for choice in range(params.n):
                 requests.append(
                     Request(
@@ -53,8 +54,11 @@ class Intake:
                         max_total_tokens=min(
                             self._max_model_len, len(prompt) + (params.max_tokens or self._max_model_len)
                         ),
+                        salt=params.cache_salt,
+                        leader=leader,
                     )
                 )
+                leader = leader or requests[-1]
         return requests
 
     def _check_params(self, params: SamplingParams) -> None:

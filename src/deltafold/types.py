@@ -69,6 +69,7 @@ class SamplingParams:
         ignore_eos: go on past the model's end tokens.
         logprobs: report the chosen token's log-probability and this many of the most likely ones (0 is allowed).
         prompt_logprobs: the same for each prompt token but the first, given those before it.
+        cache_salt: only requests with the same salt share cached prefixes.
 
     Raises:
         RequestError: naming the field, its value and the limit.
@@ -90,6 +91,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -109,6 +111,8 @@ class SamplingParams:
                 _check_int(name, value, 0, MAX_TOP_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos must be a boolean, got {self.ignore_eos!r}", param="ignore_eos")
+        if not isinstance(self.cache_salt, str):
+            raise RequestError(f"cache_salt must be a string, got {self.cache_salt!r}", param="cache_salt")
         self._freeze_collections()
 
     def _freeze_collections(self) -> None:
@@ -209,6 +213,10 @@ class EngineOptions:
         max_waiting: most requests waiting; one more raises `QueueFullError`. None is no limit.
         memory: bytes for cache blocks and state slots together; None takes a share of what is free on the device.
         seed: seeds requests that bring none of their own; None draws one from the operating system.
+        prefix_cache: start requests from what earlier ones with the same first tokens computed.
+        max_snapshots: most state snapshots kept on the device, each as large as a running request's state.
+        snapshot_interval: tokens between snapshots inside a long prefill, a multiple of 64.
+        host_memory: most bytes of host memory for further snapshots, preempted requests and sessions.
     """
 
     max_num_seqs: int = 64
@@ -217,17 +225,26 @@ class EngineOptions:
     max_waiting: int | None = None
     memory: int | None = None
     seed: int | None = None
+    prefix_cache: bool = True
+    max_snapshots: int = 64
+    snapshot_interval: int = 4096
+    host_memory: int = 2**30
 
     def __post_init__(self) -> None:
         lowest = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "max_model_len": 2, "max_waiting": 0, "memory": 1}
+        lowest |= {"max_snapshots": 0, "snapshot_interval": 64, "host_memory": 0}
         for name, low in lowest.items():
             value = getattr(self, name)
-            if value is None and name not in ("max_num_seqs", "max_num_batched_tokens"):
+            if value is None and name in ("max_model_len", "max_waiting", "memory"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise OptionError(f"{name} must be an integer >= {low}, got {value!r}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise OptionError(f"seed must be an integer, got {self.seed!r}")
+        if self.snapshot_interval % 64:
+            raise OptionError(f"snapshot_interval must be a multiple of 64, got {self.snapshot_interval!r}")
+        if not isinstance(self.prefix_cache, bool):
+            raise OptionError(f"prefix_cache must be a boolean, got {self.prefix_cache!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +255,13 @@ class EngineStats:
     num_waiting: int
     num_blocks: int
     num_free_blocks: int
+    num_cached_blocks: int
     num_state_slots: int
     num_free_state_slots: int
+    num_snapshots: int
     num_preemptions: int
+    num_saved_preemptions: int
+    num_host_bytes: int
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int

@@ -23,6 +23,9 @@ BLOCK_SIZE = 64
 DEFAULT_SHARE = 0.5
 """Share of the free memory that blocks and slots may take unless `memory` says otherwise."""
 
+SNAPSHOT_SHARE = 0.25
+"""Share of what the running requests' slots leave that snapshots may take from the blocks."""
+
 ROOMY_MODEL_LEN = 4096
 """While `max_model_len` is not asked for, slots leave room for one request of this many tokens, if there is any."""
 
@@ -44,13 +47,23 @@ class LayerCache:
     conv_state: Tensor | None  # [S, D, W - 1] compute dtype
     latent_cache: Tensor | None  # [num_blocks, BLOCK_SIZE, R + P] compute dtype
 
+    def slot_tensors(self) -> list[tuple[str, Tensor]]:
+        """Pools indexed by state slot, with their names."""
+        named = [("recurrent_state", self.recurrent_state), ("conv_state", self.conv_state)]
+        return [(name, tensor) for name, tensor in named if tensor is not None]
+
+    def block_tensors(self) -> list[tuple[str, Tensor]]:
+        """Pools indexed by block, with their names."""
+        return [] if self.latent_cache is None else [("latent_cache", self.latent_cache)]
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """How many blocks and slots there are, what each costs in bytes, and the context one request can have."""
 
     num_blocks: int
-    num_slots: int
+    num_slots: int  # of running requests
+    num_snapshot_slots: int
     bytes_per_block: int
     bytes_per_slot: int
     max_model_len: int
@@ -58,7 +71,12 @@ class MemoryPlan:
 
     @property
     def num_bytes(self) -> int:
-        return self.num_blocks * self.bytes_per_block + self.num_slots * self.bytes_per_slot
+        return self.num_blocks * self.bytes_per_block + self.num_state_slots * self.bytes_per_slot
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots in all: those of running requests, then those of snapshots."""
+        return self.num_slots + self.num_snapshot_slots
 
     @property
     def num_cache_tokens(self) -> int:
@@ -88,11 +106,13 @@ def plan_memory(
     max_num_seqs: int,
     max_model_len: int | None,
     model_limit: int,
+    max_snapshots: int = 0,
 ) -> MemoryPlan:
     """Divides `budget` bytes between slots and blocks.
 
     One request can always reach `max_model_len` alone. There are `max_num_seqs` slots, or as many as fit, with a
-    DeltafoldWarning that states the number. More blocks than all slots could fill are not planned.
+    DeltafoldWarning that states the number. Up to `max_snapshots` further slots take at most SNAPSHOT_SHARE of what
+    the running requests' slots leave. More blocks than all running requests could fill are planned only with snapshots.
 
     Raises:
         CapacityError: with the bytes needed and the budget, if not even one request fits.
@@ -110,11 +130,16 @@ def plan_memory(
     if num_slots < max_num_seqs:
         message = f"max_num_seqs reduced from {max_num_seqs} to {num_slots}: more state slots do not fit {budget} bytes"
         warnings.warn(message, DeltafoldWarning, stacklevel=2)
-    num_blocks = num_slots * -(-(max_model_len or model_limit) // BLOCK_SIZE)
+    rest = budget - num_slots * slot
+    num_snapshots = max_snapshots
+    if slot > 0:
+        num_snapshots = min(max_snapshots, min(int(rest * SNAPSHOT_SHARE), rest - wanted * block) // slot)
+        rest -= num_snapshots * slot
+    num_blocks = (num_slots + num_snapshots) * -(-(max_model_len or model_limit) // BLOCK_SIZE)
     if block > 0:
-        num_blocks = min(num_blocks, (budget - num_slots * slot) // block)
+        num_blocks = min(num_blocks, rest // block)
     limit = max_model_len or min(model_limit, num_blocks * BLOCK_SIZE)
-    return MemoryPlan(num_blocks, num_slots, block, slot, limit, budget)
+    return MemoryPlan(num_blocks, num_slots, num_snapshots, block, slot, limit, budget)
 
 
 def allocate(
@@ -127,8 +152,8 @@ def allocate(
 
     return tuple(
         LayerCache(
-            recurrent_state=make(plan.num_slots, spec.recurrent_shape, torch.float32),
-            conv_state=make(plan.num_slots, spec.conv_shape, dtype),
+            recurrent_state=make(plan.num_state_slots, spec.recurrent_shape, torch.float32),
+            conv_state=make(plan.num_state_slots, spec.conv_shape, dtype),
             latent_cache=make(plan.num_blocks, (BLOCK_SIZE, spec.latent_dim) if spec.latent_dim else (), dtype),
         )
         for spec in specs
@@ -137,8 +162,8 @@ def allocate(
 
 def allocated_bytes(caches: Sequence[LayerCache]) -> int:
     """Bytes the tensors of all layers really take."""
-    tensors = [t for c in caches for t in (c.recurrent_state, c.conv_state, c.latent_cache) if t is not None]
-    return sum(t.numel() * t.element_size() for t in tensors)
+    tensors = [tensor for cache in caches for _, tensor in [*cache.slot_tensors(), *cache.block_tensors()]]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def default_budget(device: torch.device) -> int:

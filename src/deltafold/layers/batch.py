@@ -12,6 +12,22 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotPlan:
+    """M of the step's n prefills copy their state aside at a boundary inside. Every prefill is cut in two stretches
+    there (the others at their end): 2 * n stretches, of which one call computes the first and one the second of each.
+    """
+
+    start_loc: Tensor  # [2 * n + 1] int32, counted from the prefills' first token
+    slots_before: Tensor  # [2 * n] int32, PAD_SLOT for second stretches
+    slots_after: Tensor  # [2 * n] int32, PAD_SLOT for first stretches
+    has_state_before: Tensor  # [2 * n] bool
+    has_state_after: Tensor  # [2 * n] bool
+    sources: Tensor  # [M] int64, slots of the requests
+    targets: Tensor  # [M] int64, slots of their snapshots
+    boundaries: Tensor  # [M] int64, the step's token after each boundary
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """One step. T tokens of N requests, of which the first `num_decodes` compute one token after their prompt
     (decided by the scheduler from what was computed before, never from a length); the others prefill a chunk."""
@@ -27,6 +43,7 @@ class ForwardBatch:
     has_initial_state: Tensor  # [N] bool, whether the slot holds this request's state
     logits_indices: Tensor  # [L] int64, tokens whose logits are wanted
     num_decodes: int
+    snapshots: SnapshotPlan | None  # None if no prefill of this step copies its state
 
     @property
     def num_requests(self) -> int:

@@ -24,6 +24,7 @@ from deltafold.checkpoint.weights import Init, ParameterTable, Source, TensorSpe
 from deltafold.errors import ConfigError
 from deltafold.layers.basic import SwiGlu, embed, fused_rows_spec, norm_spec
 from deltafold.layers.batch import ForwardBatch
+from deltafold.layers.delta_rule import copy_taps, delta_rule
 from deltafold.layers.mla import Mla
 from deltafold.layers.moe import Moe, MoeNames
 from deltafold.ops import Ops
@@ -104,12 +105,13 @@ class KimiDeltaAttention:
             raise ValueError("a delta attention layer got a cache without state")
         fused = F.linear(x, self.in_proj)
         qkv, f_low, g_low, b = fused.split([config.conv_dim, K, V, HV], dim=-1)
+        copy_taps(qkv, cache.conv_state, batch)
         qkv = ops.causal_conv(
             qkv, self.conv, cache.conv_state, batch.query_start_loc, batch.state_slots, batch.has_initial_state
         )
         q, k, v = qkv.split([config.num_key_heads * K, config.num_key_heads * K, HV * V], dim=-1)
         g = ops.decay_gate(F.linear(f_low, self.f_b).unflatten(-1, (HV, K)), self.A_log, self.dt_bias)
-        o = self._delta_rule(
+        o = delta_rule(
             q.unflatten(-1, (-1, K)),
             k.unflatten(-1, (-1, K)),
             v.unflatten(-1, (-1, V)),
@@ -121,28 +123,6 @@ class KimiDeltaAttention:
         )
         gate = F.linear(g_low, self.g_b).unflatten(-1, (HV, V))
         return F.linear(ops.gated_rms_norm(o, gate, self.o_norm, self.eps, "sigmoid").flatten(1), self.o_proj)
-
-    def _delta_rule(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, batch: ForwardBatch, state: Tensor, ops: Ops
-    ) -> Tensor:
-        n = batch.num_decodes
-        slots, has_initial_state = batch.state_slots, batch.has_initial_state
-        outputs = []
-        if n > 0:
-            start_loc = batch.query_start_loc[: n + 1]
-            outputs.append(
-                ops.recurrent_delta_rule(
-                    q[:n], k[:n], v[:n], g[:n], beta[:n], state, start_loc, slots[:n], has_initial_state[:n]
-                )
-            )
-        if n < batch.num_requests:
-            start_loc = batch.prefill_start_loc
-            outputs.append(
-                ops.chunked_delta_rule(
-                    q[n:], k[n:], v[n:], g[n:], beta[n:], state, start_loc, slots[n:], has_initial_state[n:]
-                )
-            )
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from itertools import accumulate
 import torch
 
 from deltafold.cache.memory import BLOCK_SIZE
-from deltafold.layers.batch import ForwardBatch
+from deltafold.layers.batch import ForwardBatch, SnapshotPlan
+from deltafold.ops import PAD_SLOT
 from deltafold.scheduler.output import ScheduledRequest, SchedulerOutput
 
 
@@ -46,6 +47,7 @@ def build_batch(output: SchedulerOutput, device: torch.device) -> ForwardBatch:
         has_initial_state=integers([item.has_initial_state for item in items], torch.bool),
         logits_indices=integers(logits_indices, torch.int64),
         num_decodes=num_decodes,
+        snapshots=_snapshots(items[num_decodes:], num_decodes, device),
     )
 
 
@@ -57,6 +59,41 @@ def scores_prompt(item: ScheduledRequest) -> bool:
 def logits_rows(item: ScheduledRequest) -> int:
     """How many of a request's scheduled tokens, counted from its last, need logits."""
     return item.num_scheduled_tokens if scores_prompt(item) else int(item.is_sampled)
+
+
+def _snapshots(
+    prefills: Sequence[ScheduledRequest], num_decodes: int, device: torch.device
+) -> SnapshotPlan | None:
+    if all(item.snapshot is None for item in prefills):
+        return None
+    starts, before, after, has_before = [0], [], [], []
+    sources, targets, boundaries = [], [], []
+    for item in prefills:
+        slot, end = _slot(item), starts[-1] + item.num_scheduled_tokens
+        boundary = end
+        if item.snapshot is not None:
+            boundary = starts[-1] + item.snapshot.num_tokens
+            sources.append(slot)
+            targets.append(item.snapshot.slot)
+            boundaries.append(num_decodes + boundary)
+        starts += [boundary, end]
+        before += [slot, PAD_SLOT]
+        after += [PAD_SLOT, slot]
+        has_before += [item.has_initial_state, False]
+
+    def tensor(values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+    return SnapshotPlan(
+        start_loc=tensor(starts, torch.int32),
+        slots_before=tensor(before, torch.int32),
+        slots_after=tensor(after, torch.int32),
+        has_state_before=tensor(has_before, torch.bool),
+        has_state_after=tensor([True] * len(before), torch.bool),
+        sources=tensor(sources, torch.int64),
+        targets=tensor(targets, torch.int64),
+        boundaries=tensor(boundaries, torch.int64),
+    )
 
 
 def _slot(item: ScheduledRequest) -> int:

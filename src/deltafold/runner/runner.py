@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from deltafold.cache.host_store import HostStore
 from deltafold.cache.memory import LayerCache
+from deltafold.cache.transfers import Transfer
 from deltafold.models import CausalLM
 from deltafold.runner.inputs import build_batch, logits_rows, scores_prompt
 from deltafold.runner.sampler import SamplingRow, sample, token_logprobs
@@ -26,10 +28,19 @@ class ModelRunner:
         self._model = model
         self._caches = tuple(caches)
         self._device = device
+        self._host = HostStore(self._caches)
 
     @property
     def caches(self) -> tuple[LayerCache, ...]:
         return self._caches
+
+    @property
+    def host(self) -> HostStore:
+        return self._host
+
+    def transfer(self, transfers: Sequence[Transfer]) -> list[int]:
+        """Carries out moves of state; returns the host ids for which there was no memory."""
+        return self._host.run(transfers)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Mapping[str, RequestResult]:

@@ -9,6 +9,14 @@ from deltafold.types import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotPoint:
+    """The state after the first `num_tokens` (a multiple of the chunk grid) of a chunk also goes to `slot`."""
+
+    slot: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledRequest:
     """One request's share of a step: tokens `num_computed_tokens : num_computed_tokens + num_scheduled_tokens`."""
 
@@ -18,6 +26,7 @@ class ScheduledRequest:
     is_decode: bool
     has_initial_state: bool  # the slot holds this request's state up to num_computed_tokens
     is_sampled: bool  # the step reaches the request's last known token, so a new one is drawn
+    snapshot: SnapshotPoint | None = None  # where inside the chunk the state is copied aside
 
 
 @dataclass(frozen=True, slots=True)

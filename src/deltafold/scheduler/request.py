@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from deltafold.cache.prefix_cache import Snapshot
 from deltafold.errors import DeltafoldError
 from deltafold.types import FinishReason, SamplingParams, TokenLogprob, Usage
 
@@ -15,6 +16,15 @@ class RequestStatus(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
     FINISHED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A request's memory in host memory: blocks and state after its first `num_tokens` tokens."""
+
+    host_id: int
+    num_tokens: int
+    num_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +57,16 @@ class Request:
     stop_reason: str | int | None = None
     error: DeltafoldError | None = None
     num_failed_steps: int = 0
+    salt: str = ""
+    leader: Request | None = None  # of the same prompt and call: once it is prefilled, this one starts from its cache
+    is_admitted_before: bool = False
+    saved: SavedState | None = None  # what to start from instead of the first token
+    keeps_state: bool = False  # at the end, leave memory behind in `saved`: a session goes on from it
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_published_blocks: int = 0
+    snapshot_positions: list[int] = field(default_factory=list)  # wanted inside what is left of the prefill
+    pending_snapshots: list[Snapshot] = field(default_factory=list)
+    decode_snapshot: Snapshot | None = None  # the latest of its output; the next one replaces it
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

@@ -1,19 +1,22 @@
 """Continuous batching: admits, chunks, decodes, preempts and frees requests, one step at a time.
 
-`core.py` calls `schedule`, hands the output to the runner and its result to `update`. Memory is ids from
-`cache/pools.py`; every way out of RUNNING goes through `_release`.
+`core.py` calls `schedule`, carries out `take_transfers`, runs the step and hands its result to `update`. Memory is
+ids from `cache/pools.py`; every way out of RUNNING goes through `_release`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from deltafold.cache.host_budget import HostBudget
 from deltafold.cache.pools import BlockPool, PoolExhaustedError, StatePool
+from deltafold.cache.prefix_cache import Match, PrefixCache, Snapshot, extend_hashes
+from deltafold.cache.transfers import CopySlot, LoadBlocks, LoadSlot, SaveBlocks, SaveSlot, Transfer
 from deltafold.errors import CapacityError, DeltafoldError, NumericalError
-from deltafold.scheduler.output import RequestResult, ScheduledRequest, SchedulerOutput
-from deltafold.scheduler.request import Request, RequestStatus
+from deltafold.scheduler.output import RequestResult, ScheduledRequest, SchedulerOutput, SnapshotPoint
+from deltafold.scheduler.request import Request, RequestStatus, SavedState
 from deltafold.types import FinishReason
 
 CHUNK_GRID = 64
@@ -26,10 +29,21 @@ MAX_FAILED_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Limits of one step; see `EngineOptions`."""
+    """Limits of one step, see `EngineOptions`; and what decides between saving and recomputing.
+
+    A preempted request is saved to host memory if that moves at most `save_bytes_per_token` for each token it would
+    otherwise recompute, and the memory is there. 0 always recomputes.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    snapshot_interval: int = 4096
+    save_bytes_per_token: int = 0
+
+
+def no_prefix_cache(blocks: BlockPool, slots: StatePool) -> PrefixCache:
+    """A prefix cache that keeps nothing."""
+    return PrefixCache(blocks, slots, HostBudget(0), max_snapshots=0, bytes_per_slot=0, is_enabled=False)
 
 
 class Scheduler:
@@ -37,16 +51,24 @@ class Scheduler:
 
     A request takes blocks for all it has to prefill and one state slot when it is admitted, and a further block
     whenever its decode crosses into one. If none is free then, the youngest running request is preempted: it gives
-    all back and later recomputes prompt and output.
+    all back and later goes on from what was saved, or recomputes prompt and output.
     """
 
-    def __init__(self, limits: SchedulerLimits, blocks: BlockPool, slots: StatePool) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, blocks: BlockPool, slots: StatePool, cache: PrefixCache | None = None
+    ) -> None:
         self._limits = limits
         self._blocks = blocks
         self._slots = slots
+        if blocks.block_size != CHUNK_GRID:
+            raise ValueError(f"blocks must be of {CHUNK_GRID} tokens, the chunk grid, got {blocks.block_size}")
+        self._cache = cache or no_prefix_cache(blocks, slots)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._left_behind: list[Request] = []  # finished, with memory whose move is listed and not yet carried out
         self.num_preemptions = 0
+        self.num_saved_preemptions = 0
+        self.num_cached_tokens = 0
 
     @property
     def num_waiting(self) -> int:
@@ -65,8 +87,14 @@ class Scheduler:
         """Every unfinished request."""
         return [*self._running, *self._waiting]
 
+    @property
+    def cache(self) -> PrefixCache:
+        return self._cache
+
     def add(self, request: Request) -> None:
         """Puts a new request at the end of the queue."""
+        if request.saved is not None:
+            self._cache.host.retain(request.saved.host_id)
         self._waiting.append(request)
 
     def schedule(self) -> SchedulerOutput:
@@ -88,6 +116,25 @@ class Scheduler:
         ordered = sorted(scheduled.values(), key=lambda item: not item.is_decode)
         return SchedulerOutput(tuple(ordered), tuple(preempted))
 
+    def take_transfers(self) -> list[Transfer]:
+        """The moves listed since the last call, in order; to be carried out before the next forward, and answered
+        with `transfers_done`."""
+        transfers = list(self._cache.transfers)
+        self._cache.transfers.clear()
+        return transfers
+
+    def transfers_done(self, failed_host_ids: Collection[int]) -> None:
+        """Takes in which host memory could not be had: what was to be there is recomputed instead."""
+        for host_id in failed_host_ids:
+            self._cache.host_write_failed(host_id)
+            for request in [*self._waiting, *self._left_behind]:
+                if request.saved is not None and request.saved.host_id == host_id:
+                    self._cache.release_host(host_id)
+                    request.saved = None
+                    request.num_computed_tokens = 0
+                    request.num_prefill_tokens = len(request.token_ids)
+        self._left_behind.clear()
+
     def update(self, output: SchedulerOutput, results: Mapping[str, RequestResult]) -> None:
         """Takes in what the step computed: one result for each scheduled request, by its key."""
         for item in output.scheduled:
@@ -100,8 +147,13 @@ class Scheduler:
             request.prompt_logprobs += result.prompt_logprobs
             if not result.is_finite:
                 message = f"request {request.request_id}: logits are not finite after {len(request.token_ids)} tokens"
+                request.keeps_state = False
                 self.finish(request, FinishReason.ERROR, error=NumericalError(message))
-            elif item.is_sampled:
+                continue
+            self._snapshot_end(request)
+            if request.is_prefilled:
+                self._publish(request, is_decode=item.is_decode)
+            if item.is_sampled:
                 self._append(request, result)
 
     def finish(
@@ -119,6 +171,14 @@ class Scheduler:
             self._running.remove(request)
         else:
             self._waiting.remove(request)
+        saved = request.saved
+        if request.keeps_state and request.has_state:
+            request.saved = self._save(request)
+            self._left_behind.append(request)
+        elif not request.keeps_state:
+            request.saved = None
+        if saved is not None and saved is not request.saved:
+            self._cache.release_host(saved.host_id)
         self._release(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
@@ -137,7 +197,8 @@ class Scheduler:
         requests = [item.request for item in output.scheduled if item.request.status is RequestStatus.RUNNING]
         requests.sort(key=self._running.index)
         for request in reversed(requests):
-            self._preempt(request)
+            self.num_preemptions += 1
+            self._return_to_queue(request)
         if requests:
             youngest = requests[-1]
             youngest.num_failed_steps += 1
@@ -146,18 +207,21 @@ class Scheduler:
                 self.finish(youngest, FinishReason.ERROR, error=CapacityError(message))
 
     def check(self) -> None:
-        """Raises AssertionError unless pools, queues and requests agree on who holds what."""
-        self._blocks.check()
-        self._slots.check()
+        """Raises AssertionError unless pools, queues, cache and requests agree on who holds what."""
+        self._cache.check()
+        pending = 0
         for request in self._running:
             slots = () if request.state_slot is None else (request.state_slot,)
             if self._slots.held_by(request.key) != slots or len(slots) != 1:
                 raise AssertionError(f"{request.key}: slot {slots} != pool's {self._slots.held_by(request.key)}")
             if self._blocks.held_by(request.key) != tuple(request.block_ids):
                 raise AssertionError(f"{request.key}: blocks differ from the pool's")
-        num_blocks = sum(len(request.block_ids) for request in self._running)
-        if (num_blocks, len(self._running)) != (self._blocks.num_held, self._slots.num_held):
-            raise AssertionError(f"{self._blocks.num_held} blocks and {self._slots.num_held} slots held by non-runners")
+            pending += len(request.pending_snapshots)
+        num_blocks = len({block for request in self._running for block in request.block_ids})
+        if num_blocks != self._blocks.num_held:
+            raise AssertionError(f"{self._blocks.num_held} blocks held, running requests hold {num_blocks}")
+        if len(self._running) + pending + self._cache.num_slots_of_snapshots != self._slots.num_held:
+            raise AssertionError(f"{self._slots.num_held} slots held by others than requests and snapshots")
 
     def _schedule_decodes(self, scheduled: dict[str, ScheduledRequest], preempted: list[Request]) -> None:
         for request in list(self._running):
@@ -168,7 +232,7 @@ class Scheduler:
     def _grow(self, request: Request, preempted: list[Request]) -> bool:
         """Makes room for one more token, preempting the youngest; false if that was the request itself."""
         missing = self._blocks.num_blocks_for(request.num_computed_tokens + 1) - len(request.block_ids)
-        while missing > self._blocks.num_free:
+        while missing > self._blocks.num_available:
             # Decodes are scheduled oldest first and victims are taken youngest first, so no victim is scheduled yet.
             victim = self._running[-1]
             self._preempt(victim)
@@ -176,7 +240,7 @@ class Scheduler:
             if victim is request:
                 return False
         if missing > 0:
-            request.block_ids += self._blocks.allocate(request.key, missing)
+            request.block_ids += self._cache.allocate_blocks(request.key, missing)
         return True
 
     def _schedule_prefills(self, scheduled: dict[str, ScheduledRequest]) -> int:
@@ -191,36 +255,100 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, scheduled: dict[str, ScheduledRequest], admitted: list[Request], budget: int) -> None:
-        while self._waiting and len(self._running) < self._limits.max_num_seqs:
-            request = self._waiting[0]
-            if self._chunk(request, budget) == 0 or not self._admit(request, admitted):
+        for request in list(self._waiting):
+            if self._waits_for_leader(request):
+                continue
+            if len(self._running) >= self._limits.max_num_seqs or not self._admit(request, budget, admitted):
                 return
-            num_tokens = self._chunk(request, budget)
-            scheduled[request.key] = self._item(request, num_tokens, is_decode=False)
-            budget -= num_tokens
+            is_decode = request.is_prefilled
+            num_tokens = 1 if is_decode else self._chunk(request, budget)
+            scheduled[request.key] = self._item(request, num_tokens, is_decode=is_decode)
+            budget -= 0 if is_decode else num_tokens
 
-    def _admit(self, request: Request, admitted: list[Request]) -> bool:
-        self._waiting.popleft()
+    def _waits_for_leader(self, request: Request) -> bool:
+        leader = request.leader
+        return (
+            self._cache.is_enabled
+            and leader is not None
+            and leader.status is not RequestStatus.FINISHED
+            and not (leader.status is RequestStatus.RUNNING and leader.is_prefilled)
+            and request.num_prompt_tokens > CHUNK_GRID
+        )
+
+    def _admit(self, request: Request, budget: int, admitted: list[Request]) -> bool:
+        """Gives a waiting request its memory and where to start; false, with nothing taken, if it must go on
+        waiting."""
+        match = self._plan_start(request)
+        if not request.is_prefilled and self._chunk(request, budget) == 0:
+            return False
+        self._waiting.remove(request)
         self._running.append(request)
         request.status = RequestStatus.RUNNING
-        admitted.append(request)
         try:
-            request.block_ids += self._blocks.allocate(
-                request.key, self._blocks.num_blocks_for(request.num_prefill_tokens)
-            )
+            request.block_ids += self._cache.share(request.key, request.block_hashes[: request.num_published_blocks])
+            num_tokens = max(request.num_prefill_tokens, request.num_computed_tokens + 1)
+            num_blocks = self._blocks.num_blocks_for(num_tokens) - len(request.block_ids)
+            request.block_ids += self._cache.allocate_blocks(request.key, num_blocks)
             request.state_slot = self._slots.allocate_one(request.key)
         except PoolExhaustedError:
-            admitted.pop()
             self._return_to_queue(request)
             return False
+        admitted.append(request)
+        if request.saved is not None:
+            self._load_saved(request, request.saved)
+        elif match.snapshot is not None:
+            self._cache.restore(match.snapshot, request.state_slot)
+        request.has_state = request.num_computed_tokens > 0
+        if not request.is_admitted_before:
+            request.is_admitted_before = True
+            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+            self.num_cached_tokens += request.num_cached_tokens
         return True
+
+    def _plan_start(self, request: Request) -> Match:
+        """Sets from which token on a waiting request computes, how many cached blocks it shares, and where in its
+        prefill it wants snapshots."""
+        self._extend_hashes(request)
+        last = (request.num_prefill_tokens - 1) // CHUNK_GRID  # the last token is always computed: for its logits
+        if request.saved is not None:
+            start = request.saved.num_tokens
+            match = self._cache.match(request.block_hashes[: start // CHUNK_GRID])
+            request.num_published_blocks = match.num_known_blocks
+            wanted = {last * CHUNK_GRID}
+        else:
+            match = self._cache.match(request.block_hashes[:last] if self._reads_cache(request) else [])
+            request.num_published_blocks = match.num_blocks
+            start = match.num_blocks * CHUNK_GRID
+            interval = self._limits.snapshot_interval
+            wanted = {*range(interval, last * CHUNK_GRID, interval), last * CHUNK_GRID}
+            wanted.add(match.num_known_blocks * CHUNK_GRID)  # here this prompt branches off from another
+        request.num_computed_tokens = start
+        request.snapshot_positions = sorted(position for position in wanted if position > start)
+        return match
+
+    def _load_saved(self, request: Request, saved: SavedState) -> None:
+        if request.state_slot is None:
+            raise ValueError(f"{request.key} has no slot to load into")
+        first = request.num_published_blocks
+        count = self._blocks.num_blocks_for(saved.num_tokens)
+        self._cache.transfers.append(LoadSlot(saved.host_id, request.state_slot))
+        if count > first:
+            self._cache.transfers.append(LoadBlocks(saved.host_id, first, tuple(request.block_ids[first:count])))
+        self._cache.release_host(saved.host_id)
+        request.saved = None
 
     def _chunk(self, request: Request, budget: int) -> int:
         """Tokens of the request's next prefill chunk within the budget; 0 if no whole chunk fits."""
         start = request.num_computed_tokens
         end = min(request.num_prefill_tokens, start + budget)
+        if start % CHUNK_GRID:
+            # A session goes on anywhere; back to the grid first, so that chunks and snapshots are on it again.
+            end = min(end, -(-start // CHUNK_GRID) * CHUNK_GRID)
         if end < request.num_prefill_tokens:
             end -= end % CHUNK_GRID
+        inside = [position for position in request.snapshot_positions if start < position <= end]
+        if len(inside) > 1:  # a step writes one snapshot a request
+            end = inside[0]
         return max(0, end - start)
 
     def _item(self, request: Request, num_tokens: int, *, is_decode: bool) -> ScheduledRequest:
@@ -232,6 +360,65 @@ class Scheduler:
             is_decode=is_decode,
             has_initial_state=request.has_state,
             is_sampled=end == len(request.token_ids),
+            snapshot=None if is_decode else self._snapshot_point(request, end),
+        )
+
+    def _snapshot_point(self, request: Request, end: int) -> SnapshotPoint | None:
+        start = request.num_computed_tokens
+        positions = request.snapshot_positions
+        if start % CHUNK_GRID or not positions or positions[0] > end:
+            return None  # a chunk that starts off the grid ends at most at the next position: see `_snapshot_end`
+        position = positions.pop(0)
+        snapshot = self._reserve(request, position)
+        if snapshot is None or snapshot.slot is None:
+            return None
+        return SnapshotPoint(snapshot.slot, position - start)
+
+    def _snapshot_end(self, request: Request) -> None:
+        """Copies the state aside if the step ended where a snapshot was wanted and none was written inside it."""
+        if request.snapshot_positions[:1] == [request.num_computed_tokens]:
+            position = request.snapshot_positions.pop(0)
+            snapshot = self._reserve(request, position)
+            if snapshot is not None and snapshot.slot is not None and request.state_slot is not None:
+                self._cache.transfers.append(CopySlot(request.state_slot, snapshot.slot))
+
+    def _reserve(self, request: Request, position: int) -> Snapshot | None:
+        snapshot = self._cache.reserve(request.block_hashes[: position // CHUNK_GRID])
+        if snapshot is not None:
+            request.pending_snapshots.append(snapshot)
+        return snapshot
+
+    def _publish(self, request: Request, *, is_decode: bool) -> None:
+        """Makes visible what a finished prefill, or a decode that filled a block, has written."""
+        num_full = request.num_computed_tokens // CHUNK_GRID
+        if num_full > request.num_published_blocks:
+            self._extend_hashes(request)
+            span = slice(request.num_published_blocks, num_full)
+            self._cache.publish_blocks(request.block_hashes[span], request.block_ids[span])
+            request.num_published_blocks = num_full
+        for snapshot in request.pending_snapshots:
+            self._cache.publish(snapshot)
+        request.pending_snapshots = []
+        if is_decode and request.num_computed_tokens % CHUNK_GRID == 0:
+            self._snapshot_decode(request)
+
+    def _snapshot_decode(self, request: Request) -> None:
+        if request.decode_snapshot is not None:
+            self._cache.discard(request.decode_snapshot)
+        snapshot: Snapshot | None = self._cache.reserve(request.block_hashes[: request.num_published_blocks])
+        if snapshot is not None and snapshot.slot is not None and request.state_slot is not None:
+            self._cache.transfers.append(CopySlot(request.state_slot, snapshot.slot))
+            self._cache.publish(snapshot)
+        request.decode_snapshot = snapshot
+
+    def _extend_hashes(self, request: Request) -> None:
+        if self._cache.is_enabled:
+            extend_hashes(request.block_hashes, request.token_ids, CHUNK_GRID, request.salt)
+
+    def _reads_cache(self, request: Request) -> bool:
+        # Logprobs of the prompt need its logits, so all of it is computed.
+        return self._cache.is_enabled and (
+            request.params.prompt_logprobs is None or len(request.prompt_logprobs) == request.num_prompt_tokens
         )
 
     def _append(self, request: Request, result: RequestResult) -> None:
@@ -250,17 +437,44 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
+        if self._is_worth_saving(request):
+            request.saved = self._save(request)
+            self.num_saved_preemptions += request.saved is not None
         self._return_to_queue(request)
 
+    def _is_worth_saving(self, request: Request) -> bool:
+        if not request.has_state or request.saved is not None:
+            return False
+        num_bytes = self._num_saved_bytes(request)
+        return num_bytes <= self._limits.save_bytes_per_token * request.num_computed_tokens
+
+    def _num_saved_bytes(self, request: Request) -> int:
+        return self._cache.num_bytes_of(request.num_computed_tokens)
+
+    def _save(self, request: Request) -> SavedState | None:
+        """Lists the move of a running request's memory to host memory; None if there is no room."""
+        num_tokens, num_bytes = request.num_computed_tokens, self._num_saved_bytes(request)
+        if request.state_slot is None or not self._cache.make_host_room(num_bytes):
+            return None
+        host_id = self._cache.host.take(num_bytes)
+        blocks = tuple(request.block_ids[: self._blocks.num_blocks_for(num_tokens)])
+        self._cache.transfers += [SaveSlot(request.state_slot, host_id), SaveBlocks(blocks, num_tokens, host_id)]
+        return SavedState(host_id, num_tokens, num_bytes)
+
     def _return_to_queue(self, request: Request) -> None:
+        """Back to waiting, to start over (unless something is saved)."""
         self._running.remove(request)
         self._release(request)
         request.status = RequestStatus.WAITING
-        request.num_computed_tokens = 0
-        request.num_prefill_tokens = len(request.token_ids)
+        if request.saved is None:
+            request.num_computed_tokens = 0
+            request.num_prefill_tokens = len(request.token_ids)
         self._waiting.appendleft(request)
 
     def _release(self, request: Request) -> None:
+        for snapshot in request.pending_snapshots:
+            self._cache.discard(snapshot)
+        request.pending_snapshots = []
         self._blocks.free(request.key)
         self._slots.free(request.key)
         request.block_ids = []
