@@ -255,8 +255,15 @@ def test_a_template_cannot_run_away(
         _with_template(kimi_copy, template).encode_chat(USER)
 
 
-def test_steps_are_counted_per_rendering(kimi_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = _with_template(kimi_copy, "{% for i in range(6) %}{{ i }}{% endfor %}")
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(6) %}{{ i }}{% endfor %}",
+        "{% macro f(i) %}{{ i }}{% endmacro %}{{ f(0) }}{{ f(1) }}{{ f(2) }}{{ f(3) }}{{ f(4) }}{{ f(5) }}",
+    ],
+)
+def test_steps_are_counted_per_rendering(kimi_copy: Path, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    tokenizer = _with_template(kimi_copy, template)
     monkeypatch.setattr(chat_module, "MAX_TEMPLATE_STEPS", 6)
     assert [tokenizer.render_chat(USER) for _ in range(3)] == ["012345"] * 3
     monkeypatch.setattr(chat_module, "MAX_TEMPLATE_STEPS", 5)

@@ -51,6 +51,7 @@ def test_added_marks_are_control_tokens_and_added_letters_are_text(json_folder: 
     token_ids = tokenizer.encode("Grüße <think>")
     assert token_ids[0] == NEXT_ID + 1
     assert NEXT_ID not in token_ids
+    assert NEXT_ID not in tokenizer.encode("\0<think>")  # the name it is hidden under is no way in either
     assert tokenizer.decode([NEXT_ID, NEXT_ID + 1]) == "<think>Grüße"
 
 
