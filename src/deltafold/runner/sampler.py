@@ -91,7 +91,9 @@ def _adjust_row(logits: Tensor, row: SamplingRow) -> None:
         seen = torch.cat([prompt, output]).unique()
         values = logits[seen]
         penalty = params.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        # A penalty near zero divides beyond the range of float32, and two infinities would have no order.
+        limit = torch.finfo(logits.dtype).max
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty).clamp(-limit, limit)
     if params.presence_penalty or params.frequency_penalty:
         ids, counts = output.unique(return_counts=True)
         logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
@@ -101,8 +103,8 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     def column(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
 
-    temperature = column([row.params.temperature for row in rows])
-    # Subtracting the maximum first keeps a tiny temperature from overflowing.
+    # Subtracting the maximum first keeps a tiny temperature from overflowing; one below float32 must not become 0.
+    temperature = column([row.params.temperature for row in rows]).clamp(min=torch.finfo(torch.float32).tiny)
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     logprobs = torch.log_softmax(scaled, dim=-1)
     if any(row.params.min_p > 0 for row in rows):

@@ -1,0 +1,40 @@
+"""Fixtures that several folders share: one tiny checkpoint, its bare model, and an engine on it, made once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.checkpoints import base_config, write_checkpoint
+from tests.stepping import LoadedModel, load_model
+
+from deltafold import Engine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """The tests' tensors are tiny: a second thread would only wait, and on a busy machine it waits long."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of four layers with random weights; not to be changed."""
+    folder = tmp_path_factory.mktemp("tiny")
+    write_checkpoint(folder, base_config())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_folder: Path) -> LoadedModel:
+    """Its model, without an engine around it."""
+    return load_model(tiny_folder)
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_folder: Path) -> Iterator[Engine]:
+    """An engine on it; tests leave it idle and open."""
+    with Engine.load(str(tiny_folder), device="cpu", max_num_seqs=8, seed=0) as loaded:
+        yield loaded
