@@ -15,10 +15,12 @@ from deltafold.errors import (
     OptionError,
     QueueFullError,
     RequestError,
+    SessionError,
     TokenizerError,
     UnsupportedOptionError,
     WeightsError,
 )
+from deltafold.session import Session, SessionStream
 from deltafold.streams import AsyncTokenStream, TokenStream
 from deltafold.tokenizer import convert_tokenizer
 from deltafold.types import (
@@ -63,6 +65,9 @@ __all__ = [
     "QueueFullError",
     "RequestError",
     "SamplingParams",
+    "Session",
+    "SessionError",
+    "SessionStream",
     "TokenLogprob",
     "TokenOutput",
     "TokenStream",

@@ -16,6 +16,7 @@ from typing import Any, Literal, overload
 
 import torch
 
+from deltafold.cache.host_budget import HostBudget
 from deltafold.cache.memory import (
     BLOCK_SIZE,
     MemoryPlan,
@@ -24,10 +25,10 @@ from deltafold.cache.memory import (
     default_budget,
     plan_memory,
 )
-from deltafold.cache.host_budget import HostBudget
 from deltafold.cache.pools import BlockPool, StatePool
 from deltafold.cache.prefix_cache import PrefixCache
 from deltafold.checkpoint.config import ModelConfig, load_config
+from deltafold.checkpoint.fingerprint import fingerprint
 from deltafold.checkpoint.folder import resolve_folder
 from deltafold.checkpoint.weights import load_tensors
 from deltafold.core import EngineCore
@@ -40,6 +41,7 @@ from deltafold.progress import loading_bar
 from deltafold.runner.runner import ModelRunner
 from deltafold.scheduler.request import Request
 from deltafold.scheduler.scheduler import Scheduler, SchedulerLimits
+from deltafold.session import Session, SessionServices, restore
 from deltafold.streams import AsyncSubscription, AsyncTokenStream, Collector, Subscription, TokenStream
 from deltafold.tokenizer.tokenizer import Tokenizer
 from deltafold.types import ChatMessage, Completion, EngineOptions, EngineStats, SamplingParams
@@ -279,6 +281,22 @@ class Engine:
             raise
         return _raise_errors(collector.completions(params.n))
 
+    def session(self) -> Session:
+        """A conversation whose state outlives its requests: each call computes only what is new."""
+        return Session(self._session_services())
+
+    def restore(self, path: str | Path) -> Session:
+        """A session from the file that `Session.save` wrote, on an engine with the same model and dtype.
+
+        Raises:
+            SessionError: the file is damaged, or of another format, model or dtype; the message names the field.
+        """
+        return restore(self._session_services(), path)
+
+    def fork(self, session: Session) -> Session:
+        """A second session with the same past; the two share memory, and neither changes the other."""
+        return session.fork()
+
     def abort(self, request_id: str) -> bool:
         """Ends all completions of a request before the next step; false if none is unfinished."""
         return self._loop.abort(request_id)
@@ -316,6 +334,7 @@ class Engine:
                 "architecture": self._config.architecture,
                 "num_hidden_layers": self._config.num_hidden_layers,
                 "vocab_size": self._config.vocab_size,
+                "fingerprint": self._fingerprint(),
                 "load_seconds": round(resolved.load_seconds, 3),
             },
             "device": str(resolved.device),
@@ -327,6 +346,13 @@ class Engine:
                 "max_num_seqs": plan.num_slots,
                 "max_num_batched_tokens": self._options.max_num_batched_tokens,
                 "max_waiting": self._options.max_waiting,
+            },
+            "prefix_cache": {
+                "is_enabled": self._options.prefix_cache,
+                "max_snapshots": plan.num_snapshot_slots,
+                "snapshot_interval": self._options.snapshot_interval,
+                "host_memory": self._options.host_memory,
+                "save_bytes_per_token": SAVE_BYTES_PER_TOKEN[self._resolved.device.type],
             },
             "memory": _describe_memory(plan, self._cache_bytes),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -365,6 +391,18 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
+    def _session_services(self) -> SessionServices:
+        return SessionServices(
+            loop=self._loop,
+            core=self._core,
+            tokenizer=self._tokenizer,
+            make_request=lambda token_ids, params: self._intake.make([token_ids], params)[0],
+            identity=lambda: {"fingerprint": self._fingerprint(), "dtype": _dtype_name(self._resolved.dtype)},
+        )
+
+    def _fingerprint(self) -> str:
+        return fingerprint(self._resolved.folder)
+
     def _requests(
         self, prompts: Sequence[Prompt], params: SamplingParams | None, request_id: str | None
     ) -> list[Request]:
@@ -393,6 +431,7 @@ class Engine:
             num_cached_blocks=self._blocks.num_cached,
             num_state_slots=self._slots.total,
             num_free_state_slots=self._slots.num_free,
+            num_cached_state_slots=self._cache.num_slots_of_snapshots,
             num_snapshots=self._cache.num_snapshots,
             num_preemptions=scheduler.num_preemptions,
             num_saved_preemptions=scheduler.num_saved_preemptions,

@@ -69,6 +69,10 @@ class TokenizerError(LoadError):
     """Tokenizer files or the chat template cannot be used."""
 
 
+class SessionError(LoadError):
+    """A session's file does not fit the engine (model, dtype, format), or is damaged; the message names the field."""
+
+
 class OptionError(DeltafoldError, ValueError):
     """A wrong argument of `Engine.load` or of the command line."""
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from deltafold.core import EngineCore, Increment
-from deltafold.errors import EngineClosedError, QueueFullError
+from deltafold.errors import DeltafoldError, EngineClosedError, QueueFullError
 from deltafold.scheduler.request import Request
 from deltafold.types import EngineStats
+
+T = TypeVar("T")
 
 Deliver = Callable[[Increment | EngineClosedError], None]
 """Called on the loop's thread with each increment of a submission, or once with why there will be none. Must not
@@ -26,6 +30,18 @@ class _Submission:
     deliver: Deliver
 
 
+@dataclass(frozen=True, slots=True)
+class _Call(Generic[T]):
+    function: Callable[[], T]
+    future: Future[T]
+
+    def run(self) -> None:
+        try:
+            self.future.set_result(self.function())
+        except DeltafoldError as error:
+            self.future.set_exception(error)
+
+
 class EngineLoop:
     """Owns an EngineCore and the thread that steps it."""
 
@@ -36,6 +52,7 @@ class EngineLoop:
         self._condition = threading.Condition()
         self._submissions: deque[_Submission] = deque()
         self._aborts: deque[str] = deque()
+        self._calls: deque[_Call[Any]] = deque()
         self._deliver: dict[str, Deliver] = {}  # by request key; unfinished completions
         self._is_closing = False
         self._cause: BaseException | None = None
@@ -73,6 +90,17 @@ class EngineLoop:
             self._condition.notify()
             return True
 
+    def call(self, function: Callable[[], T]) -> T:
+        """Runs a function on the loop's thread between two steps and returns what it returns, or raises the
+        DeltafoldError it raises; EngineClosedError if the loop has ended."""
+        call = _Call(function, Future())
+        with self._condition:
+            if not self.is_alive:
+                raise self._closed_error()
+            self._calls.append(call)
+            self._condition.notify()
+        return call.future.result()
+
     def close(self) -> None:
         """Stops after the current step; unfinished requests get an EngineClosedError. Idempotent."""
         with self._condition:
@@ -92,6 +120,9 @@ class EngineLoop:
         except BaseException as error:  # noqa: BLE001 - the one place where a defect must not hang every caller
             self._cause = error
         with self._condition:
+            for call in self._calls:
+                call.future.set_exception(self._closed_error())
+            self._calls.clear()
             for deliver in {id(d): d for d in self._deliver.values()}.values():
                 deliver(self._closed_error())
             self._deliver.clear()
@@ -99,13 +130,16 @@ class EngineLoop:
     def _wait_for_work(self) -> bool:
         """Applies what other threads asked for; false when closing."""
         with self._condition:
-            while not (self._is_closing or self._submissions or self._aborts or self._core.has_work):
+            while not (self._is_closing or self._submissions or self._aborts or self._calls or self._core.has_work):
                 self._condition.wait()
             if self._is_closing:
                 return False
-            submissions, aborts = list(self._submissions), list(self._aborts)
+            submissions, aborts, calls = list(self._submissions), list(self._aborts), list(self._calls)
             self._submissions.clear()
             self._aborts.clear()
+            self._calls.clear()
+        for call in calls:
+            call.run()
         for submission in submissions:
             for request in submission.requests:
                 self._core.add(request)

@@ -34,6 +34,7 @@ class _Subscription:
 
     @property
     def is_finished(self) -> bool:
+        """Whether the last increment was read."""
         return self._num_unfinished == 0
 
     def _accept(self, delivery: Delivery) -> Increment:

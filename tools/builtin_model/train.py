@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from transformers import KimiLinearForCausalLM
@@ -35,16 +36,26 @@ SAMPLE_PROMPTS = (
 SAMPLE_QUESTIONS = ("What is a kluge?", "Quote Genesis 1:1.", "Who are you?", "What does charity mean?", "Hello")
 
 
+def repeats(tokens: TokenSet, source_weights: dict[str, float]) -> npt.NDArray[np.float64]:
+    """How often a pass reads each document, on average: its source's weight, 1 where none is given."""
+    unknown = source_weights.keys() - set(tokens.sources.tolist())
+    if unknown:
+        raise SystemExit(f"--source-weights names sources there are none of: {', '.join(sorted(unknown))}")
+    return np.array([source_weights.get(source, 1.0) for source in tokens.sources.tolist()])
+
+
 def batches(
-    tokens: TokenSet, batch: int, length: int, seed: int, device: torch.device
+    tokens: TokenSet, weights: npt.NDArray[np.float64], batch: int, length: int, seed: int, device: torch.device
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(epoch, ids [batch, length + 1]) without end. Each pass joins the documents in a new order, an [EOS] after each,
-    and cuts the stream into windows from a new offset."""
+    and cuts the stream into windows from a new offset. A document of weight 2.3 is read twice, or by chance three
+    times."""
     rng = np.random.default_rng(seed)
     documents = [np.append(document, np.uint16(EOS_ID)) for document in tokens.documents()]
     epoch = 0
     while True:
-        stream = np.concatenate([documents[i] for i in rng.permutation(len(documents))])
+        chosen = np.repeat(np.arange(len(documents)), np.floor(weights + rng.random(len(weights))).astype(np.int64))
+        stream = np.concatenate([documents[i] for i in rng.permutation(chosen)])
         stream = np.roll(stream, int(rng.integers(length)))
         count = (len(stream) - 1) // length
         ids = torch.from_numpy(stream.astype(np.int64)).to(device)
@@ -132,11 +143,12 @@ def train(arguments: argparse.Namespace, device: torch.device) -> tuple[KimiLine
             valid.ids[: valid.lengths[:2].sum()], valid.lengths[:2], valid.num_bytes[:2], valid.sources[:2]
         )
     torch.manual_seed(arguments.seed)
-    model = build(hub_config(arguments.tiny), device)
+    model = load(arguments.init, device).train() if arguments.init else build(hub_config(arguments.tiny), device)
+    weights = repeats(tokens, arguments.source_weights)
     model.config._experts_implementation = "builtin"
     optimizers = make_optimizers(model, arguments.lr, arguments.weight_decay)
     balancer = LoadBalancer(model, rate=0.002)
-    total_tokens = arguments.max_epochs * (len(tokens.ids) + len(tokens.lengths))
+    total_tokens = arguments.max_epochs * float((weights * (tokens.lengths + 1)).sum())
     per_step = arguments.batch * arguments.length
     autocast = device.type == "cuda"
 
@@ -145,7 +157,11 @@ def train(arguments: argparse.Namespace, device: torch.device) -> tuple[KimiLine
     began = printed = time.monotonic()
     minutes = float(arguments.max_minutes)
     next_eval, running, seen = 0.25, torch.zeros((), device=device), 0
-    for step, (epoch, ids) in enumerate(batches(tokens, arguments.batch, arguments.length, arguments.seed, device)):
+    # A second stage shifts the mixture on purpose: its last weights count, not those best on the first mixture.
+    if arguments.init:
+        next_eval = 1.0
+    stream = batches(tokens, weights, arguments.batch, arguments.length, arguments.seed, device)
+    for step, (epoch, ids) in enumerate(stream):
         now = time.monotonic()
         if step == 3:
             began = now
@@ -214,6 +230,10 @@ def train(arguments: argparse.Namespace, device: torch.device) -> tuple[KimiLine
     return model, report
 
 
+def _source_weights(text: str) -> dict[str, float]:
+    return {name: float(weight) for name, _, weight in (item.partition("=") for item in text.split(","))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -228,11 +248,16 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--weight-decay", type=float, default=0.2)
     parser.add_argument("--seed", type=int, default=20261130)
+    parser.add_argument("--init", type=Path, help="go on from this exported model instead of from random weights")
+    parser.add_argument(
+        "--source-weights", type=_source_weights, default={}, help="e.g. kjv=5,python=0.4: passes over a source's text"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="the same architecture in small, for a dry run on a CPU")
     parser.add_argument(
         "--split-mib", type=int, default=0, help="also cut model.safetensors into parts of so many MiB and remove it"
     )
+    parser.add_argument("--no-score", action="store_true", help="leave scoring to evaluate.py, and write no samples")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     torch.set_float32_matmul_precision("high")
@@ -244,29 +269,31 @@ def main() -> None:
     weights = arguments.out / "model.safetensors"
     print(f"exported {report['file_bytes']} bytes", flush=True)
 
-    torch.set_float32_matmul_precision("highest")
-    exported = load(arguments.out, device)
-    heldout = TokenSet.load(SCRATCH / "tokens" / "heldout.npz")
-    if arguments.tiny:
-        heldout = TokenSet(
-            heldout.ids[: heldout.lengths[:2].sum()], heldout.lengths[:2], heldout.num_bytes[:2], heldout.sources[:2]
+    if not arguments.no_score:
+        torch.set_float32_matmul_precision("highest")
+        exported = load(arguments.out, device)
+        heldout = TokenSet.load(SCRATCH / "tokens" / "heldout.npz")
+        if arguments.tiny:
+            heldout = TokenSet(
+                heldout.ids[: heldout.lengths[:2].sum()], heldout.lengths[:2], heldout.num_bytes[:2], heldout.sources[:2]
+            )
+        score = score_model(exported, heldout, EOS_ID, window=arguments.length, batch=8)
+        report |= {
+            "heldout_bits_per_byte": score.bits_per_byte,
+            "heldout_bytes": score.num_bytes,
+            "by_source": score.by_source,
+        }
+        print(
+            f"held-out bits per byte of the exported weights: {score.bits_per_byte:.4f} over {score.num_bytes} bytes",
+            flush=True,
         )
-    score = score_model(exported, heldout, EOS_ID, window=arguments.length, batch=8)
-    report |= {
-        "heldout_bits_per_byte": score.bits_per_byte,
-        "heldout_bytes": score.num_bytes,
-        "by_source": score.by_source,
-    }
-    print(
-        f"held-out bits per byte of the exported weights: {score.bits_per_byte:.4f} over {score.num_bytes} bytes",
-        flush=True,
-    )
-    print(json.dumps(score.by_source), flush=True)
+        print(json.dumps(score.by_source), flush=True)
     (arguments.out / "report.json").write_text(json.dumps(report, indent=1, default=str) + "\n")
     if arguments.split_mib:
         subprocess.run(["split", "-b", f"{arguments.split_mib}M", "-d", weights, f"{weights}.part"], check=True)
-    write_samples(exported, arguments.out / "samples.txt", 4 if arguments.tiny else 96)
-    print((arguments.out / "samples.txt").read_text(), flush=True)
+    if not arguments.no_score:
+        write_samples(exported, arguments.out / "samples.txt", 4 if arguments.tiny else 96)
+        print((arguments.out / "samples.txt").read_text(), flush=True)
     if arguments.split_mib:
         weights.unlink()
 

@@ -177,7 +177,7 @@ class PrefixCache:
                 snapshot.num_missing -= 1
 
     def make_host_room(self, num_bytes: int) -> bool:
-        """Drops snapshots from host memory, stranded and old ones first, until `num_bytes` fit; false if they cannot."""
+        """Drops snapshots from host memory, stranded and old ones first, until `num_bytes` fit; false if not."""
         if num_bytes > self.host.limit:
             return False
         while not self.host.fits(num_bytes):
