@@ -258,6 +258,7 @@ class EngineStats:
     num_cached_blocks: int
     num_state_slots: int
     num_free_state_slots: int
+    num_cached_state_slots: int
     num_snapshots: int
     num_preemptions: int
     num_saved_preemptions: int

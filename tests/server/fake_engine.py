@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import dataclasses
 import itertools
 from dataclasses import dataclass, field
 
@@ -145,9 +146,12 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         used = len(self.running)
-        return EngineStats(
-            used, 0, NUM_BLOCKS, NUM_BLOCKS - used, 8, 8 - used, 0, 0, self.num_output_tokens, 0, self.num_steps
-        )
+        known = {
+            "num_running": used, "num_blocks": NUM_BLOCKS, "num_free_blocks": NUM_BLOCKS - used - 1,
+            "num_cached_blocks": 1, "num_state_slots": 8, "num_free_state_slots": 8 - used,
+            "num_output_tokens": self.num_output_tokens, "num_steps": self.num_steps,
+        }  # fmt: skip
+        return EngineStats(**dict.fromkeys((field.name for field in dataclasses.fields(EngineStats)), 0) | known)
 
     def step(self) -> None:
         """One token for each that runs."""

@@ -17,8 +17,10 @@ PATIENCE_SECONDS = 120
 class ServerProcess:
     """A running server; `log` has the lines it wrote to stderr so far."""
 
-    def __init__(self, *arguments: str, command: Sequence[str] = REAL) -> None:
-        self.process = subprocess.Popen([*command, "--port", "0", *arguments], stderr=subprocess.PIPE, text=True)
+    def __init__(self, *arguments: str, command: Sequence[str] = ()) -> None:
+        self.process = subprocess.Popen(
+            [*(command or REAL), "--port", "0", *arguments], stderr=subprocess.PIPE, text=True
+        )
         self.log: list[str] = []
         self._has_url = threading.Event()
         self.url = ""
@@ -72,9 +74,11 @@ def main() -> None:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--reply", default="0123456789" * 2)
+    parser.add_argument("--max-model-len", type=int, default=256)
     add_arguments(parser)
     arguments = vars(parser.parse_args())
-    serve(Paced(reply=arguments.pop("reply")), **arguments)
+    engine = Paced(reply=arguments.pop("reply"), max_model_len=arguments.pop("max_model_len"))
+    serve(engine, **arguments)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,8 @@ def test_metrics_count_what_happened():
     assert found["deltafold_request_seconds_count", CHAT] == 1
     assert found["deltafold_http_requests_total", COMPLETIONS, "200"] == 1
     assert found["deltafold_http_requests_total", COMPLETIONS, "422"] == 1
-    assert found["deltafold_blocks_free",] == NUM_BLOCKS
+    assert found["deltafold_blocks_free",] == NUM_BLOCKS - 1
+    assert found["deltafold_blocks_cached",] == 1
     assert found["deltafold_blocks_used",] == 0
     assert found["deltafold_state_slots_free",] == 8
     assert found["deltafold_engine_up",] == 1

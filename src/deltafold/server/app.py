@@ -23,7 +23,16 @@ from deltafold.server.state import ServerState
 DEFAULT_MAX_BODY_BYTES = 16 * 2**20
 """Largest body taken, in bytes, unless the server is told another limit."""
 
-_EVENTS = {"text/event-stream": {"schema": {"type": "string", "description": "Server-sent events, if stream is true."}}}
+_EVENTS = {
+    "text/event-stream": {
+        "schema": {
+            "type": "object",
+            "description": "One server-sent event, if stream is true: a chunk, an error, or [DONE].",
+            "properties": {"data": {"type": "string"}},
+            "required": ["data"],
+        }
+    }
+}
 _FAILURES = {
     400: "Malformed JSON, an unsupported field, or a value that the engine refuses.",
     401: "No valid key.",

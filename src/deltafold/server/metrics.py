@@ -39,14 +39,25 @@ class _EngineCollector(Collector):
 
 
 def _gauges(stats: EngineStats) -> Iterator[Metric]:
-    used_blocks = stats.num_blocks - stats.num_free_blocks
-    used_slots = stats.num_state_slots - stats.num_free_state_slots
+    used_blocks = stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks
+    used_slots = stats.num_state_slots - stats.num_free_state_slots - stats.num_cached_state_slots
     yield GaugeMetricFamily("deltafold_requests_running", "Requests being computed.", stats.num_running)
     yield GaugeMetricFamily("deltafold_requests_waiting", "Requests waiting for room.", stats.num_waiting)
-    yield GaugeMetricFamily("deltafold_blocks_used", "Cache blocks in use.", used_blocks)
+    yield GaugeMetricFamily("deltafold_blocks_used", "Cache blocks of unfinished requests.", used_blocks)
+    yield GaugeMetricFamily(
+        "deltafold_blocks_cached", "Cache blocks kept for later prompts; taken when needed.", stats.num_cached_blocks
+    )
     yield GaugeMetricFamily("deltafold_blocks_free", "Cache blocks free.", stats.num_free_blocks)
-    yield GaugeMetricFamily("deltafold_state_slots_used", "State slots in use.", used_slots)
+    yield GaugeMetricFamily("deltafold_state_slots_used", "State slots of running requests.", used_slots)
+    yield GaugeMetricFamily(
+        "deltafold_state_slots_cached", "State slots that hold snapshots for later prompts.",
+        stats.num_cached_state_slots,
+    )  # fmt: skip
     yield GaugeMetricFamily("deltafold_state_slots_free", "State slots free.", stats.num_free_state_slots)
+    yield GaugeMetricFamily(
+        "deltafold_snapshots", "State snapshots kept, in slots and in host memory.", stats.num_snapshots
+    )
+    yield GaugeMetricFamily("deltafold_host_bytes", "Host memory that holds saved state.", stats.num_host_bytes)
 
 
 def _counters(stats: EngineStats) -> Iterator[Metric]:
@@ -56,6 +67,9 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         "deltafold_prefix_cached_tokens", "Prompt tokens restored from the prefix cache.", stats.num_cached_tokens
     )
     yield CounterMetricFamily("deltafold_preemptions", "Requests put back to make room.", stats.num_preemptions)
+    yield CounterMetricFamily(
+        "deltafold_saved_preemptions", "Preemptions that kept the request's state.", stats.num_saved_preemptions
+    )
     yield CounterMetricFamily("deltafold_steps", "Steps of the engine.", stats.num_steps)
 
 

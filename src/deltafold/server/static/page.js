@@ -118,7 +118,9 @@ async function send() {
 }
 
 function keepAnswer() {
-  const { item, messages: asked } = answering;
+  const { item, messages: asked, isKept } = answering;
+  if (isKept) return; // leaving the page keeps it, and then ends the request too
+  answering.isKept = true;
   if (!item.textContent) item.remove();
   else if (asked === messages) messages.push({ role: "assistant", content: item.textContent });
   save();
@@ -173,13 +175,14 @@ function showLoad(values) {
   lastSample = { at: now, tokens };
   element("running").textContent = values.deltafold_requests_running;
   element("waiting").textContent = values.deltafold_requests_waiting;
-  showPool("blocks", values.deltafold_blocks_used, values.deltafold_blocks_free);
-  showPool("slots", values.deltafold_state_slots_used, values.deltafold_state_slots_free);
+  showPool("blocks", values.deltafold_blocks_used, values.deltafold_blocks_free, values.deltafold_blocks_cached);
+  showPool("slots", values.deltafold_state_slots_used, values.deltafold_state_slots_free, values.deltafold_state_slots_cached);
 }
 
-function showPool(id, used, free) {
-  element(`${id}-text`).textContent = `${used} of ${used + free}`;
-  element(id).max = used + free;
+function showPool(id, used, free, cached) {
+  const total = used + free + cached;
+  element(`${id}-text`).textContent = `${used} of ${total}` + (cached ? `, ${cached} cached` : "");
+  element(id).max = total;
   element(id).value = used;
 }
 
