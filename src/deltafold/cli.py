@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import deltafold
-from deltafold import ChatMessage, DeltafoldError, DeltafoldWarning, Engine, SamplingParams
+from deltafold import DeltafoldError, DeltafoldWarning, Engine, SamplingParams, TokenStream
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. 0 on success, 2 on an error (one line on stderr), 130 when interrupted."""
     warnings.showwarning = _show_warning
     try:
-        arguments = _parser().parse_args(argv)
+        words = list(sys.argv[1:] if argv is None else argv)
+        arguments = _parser(words).parse_args(words)
         result: int = arguments.run(arguments)
     except DeltafoldError as error:
         print(f"deltafold: error: {error}", file=sys.stderr)
@@ -39,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="deltafold", description="Run hybrid linear-attention language models.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"deltafold {deltafold.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
@@ -52,8 +53,17 @@ def _parser() -> argparse.ArgumentParser:
 
     chat = _command(commands, "chat", _chat, "talk to the model, turn by turn")
     chat.add_argument("--system", help="a system message")
+    chat.add_argument("--session", type=Path, metavar="FILE", help="go on from this file if it is there, and write it")
     _add_engine_arguments(chat)
     _add_sampling_arguments(chat)
+
+    serve = _command(commands, "serve", _serve, "serve OpenAI's HTTP interface")
+    _add_engine_arguments(serve)
+    serve.add_argument("--max-waiting", type=int, help="most requests that wait; further ones get 429")
+    if words[:1] == ["serve"]:  # the web framework takes a while to import, and only this command needs it
+        from deltafold.server.run import add_arguments
+
+        add_arguments(serve)
 
     describe = _command(commands, "describe", _describe, "print what a model is loaded as, as JSON")
     _add_engine_arguments(describe)
@@ -81,6 +91,12 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-batched-tokens", type=int, default=2048, help="most prompt tokens in one step")
     group.add_argument("--max-model-len", type=int, help="most tokens of one request")
     group.add_argument("--memory", type=_byte_count, help="for cache blocks and state slots, e.g. 512MiB or 4GiB")
+    group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
+    group.add_argument("--max-snapshots", type=int, default=64, help="most state snapshots on the device")
+    group.add_argument("--snapshot-interval", type=int, default=4096, help="tokens between snapshots in long prompts")
+    group.add_argument(
+        "--host-memory", type=_byte_count, default=2**30, help="for more snapshots, preempted requests, sessions"
+    )
 
 
 def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +112,7 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
 
 
-def _load(arguments: argparse.Namespace) -> Engine:
+def _load(arguments: argparse.Namespace, *, max_waiting: int | None = None) -> Engine:
     return Engine.load(
         arguments.model,
         revision=arguments.revision,
@@ -106,7 +122,12 @@ def _load(arguments: argparse.Namespace) -> Engine:
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_model_len=arguments.max_model_len,
+        max_waiting=max_waiting,
         memory=arguments.memory,
+        prefix_cache=not arguments.no_prefix_cache,
+        max_snapshots=arguments.max_snapshots,
+        snapshot_interval=arguments.snapshot_interval,
+        host_memory=arguments.host_memory,
     )
 
 
@@ -150,37 +171,59 @@ def _complete(arguments: argparse.Namespace) -> int:
             )
         else:
             print(arguments.prompt, end="", flush=True)
-            _print_stream(engine, engine.encode(arguments.prompt), params)
+            _print_stream(engine.stream(arguments.prompt, params))
     return 0
 
 
 def _chat(arguments: argparse.Namespace) -> int:
     params = _sampling_params(arguments)
-    messages: list[ChatMessage] = []
-    if arguments.system is not None:
-        messages.append({"role": "system", "content": arguments.system})
+    path: Path | None = arguments.session
     with _load(arguments) as engine:
-        while True:
-            try:
-                line = input("> " if sys.stdin.isatty() else "")
-            except EOFError:
-                return 0
-            if not line.strip():
-                continue
-            messages.append({"role": "user", "content": line})
-            answer = _print_stream(engine, engine.chat_token_ids(messages), params)
-            messages.append({"role": "assistant", "content": answer})
+        session = engine.restore(path) if path is not None and path.exists() else engine.session()
+        if arguments.system is not None and not session.messages:
+            session.add_message({"role": "system", "content": arguments.system})
+        while (line := _read_line()) is not None:
+            if line.strip():
+                session.add_answer(_print_stream(session.stream_chat(line, params)))
+                if path is not None:
+                    session.save(path)
+    return 0
 
 
-def _print_stream(engine: Engine, token_ids: Sequence[int], params: SamplingParams) -> str:
+def _read_line() -> str | None:
+    """What the user says next; None at the end."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+
+
+def _print_stream(stream: TokenStream) -> str:
     """Prints a completion as it comes, and a newline; returns its text."""
     parts = []
-    with engine.stream(token_ids, params) as stream:
+    with stream:
         for output in stream:
             print(output.text, end="", flush=True)
             parts.append(output.text)
     print(flush=True)
     return "".join(parts)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from deltafold.server.run import serve
+
+    with _load(arguments, max_waiting=arguments.max_waiting) as engine:
+        serve(
+            engine,
+            host=arguments.host,
+            port=arguments.port,
+            served_model_name=arguments.served_model_name,
+            api_key=arguments.api_key,
+            cors_origins=arguments.cors_origins,
+            drain_seconds=arguments.drain_seconds,
+            max_body_bytes=arguments.max_body_bytes,
+        )
+    return 0
 
 
 def _describe(arguments: argparse.Namespace) -> int:
