@@ -62,7 +62,7 @@ def main() -> None:
 
     from tests.server.fake_engine import FakeEngine
 
-    from deltafold.server import add_arguments, serve
+    from deltafold.server.run import add_arguments, serve
 
     class Paced(FakeEngine):
         """Steps every 20 ms, so that a drain has something to wait for."""

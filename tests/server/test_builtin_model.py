@@ -10,7 +10,7 @@ import pytest
 from tests.server.driving import CHAT, COMPLETIONS, Connection, events, post, user
 
 from deltafold import LOGPROB_FLOOR, MAX_TOP_LOGPROBS, Engine, EngineStats
-from deltafold.server import create_app
+from deltafold.server.app import create_app
 
 PROMPT = "The history of the world"
 

@@ -6,7 +6,7 @@ import pytest
 from tests.server.driving import COMPLETIONS, events, post
 from tests.server.fake_engine import REPLY, FakeEngine
 
-from deltafold.server import create_app
+from deltafold.server.app import create_app
 from deltafold.server.protocol import CompletionResponse
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.server.driving import CHAT, COMPLETIONS, Connection, until, user
 from tests.server.fake_engine import FakeEngine
 
-from deltafold.server import create_app
+from deltafold.server.app import create_app
 from deltafold.server.middleware import CLIENT_CLOSED_REQUEST
 
 BODIES = {COMPLETIONS: {"prompt": "hi", "max_tokens": 50}, CHAT: {"messages": user("hi")}}

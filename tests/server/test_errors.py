@@ -10,7 +10,7 @@ from tests.server.driving import CHAT, COMPLETIONS, Connection, events, post, re
 from tests.server.fake_engine import FakeEngine, numerical_error
 
 from deltafold import EngineClosedError
-from deltafold.server import create_app
+from deltafold.server.app import create_app
 from deltafold.server.protocol import INERT_VALUES, ChatRequest, CompletionRequest, ErrorResponse
 
 APP = create_app(FakeEngine())

@@ -10,7 +10,8 @@ from tests.server.driving import CHAT, COMPLETIONS, post, request, user
 from tests.server.fake_engine import FakeEngine
 
 from deltafold import OptionError
-from deltafold.server import create_app, middleware
+from deltafold.server import middleware
+from deltafold.server.app import create_app
 
 KEYED = create_app(FakeEngine(), api_key="s3cret-ü")
 LOCKED = ["/v1/models", "/v1/models/fake", "/metrics", COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/nothing"]

@@ -8,7 +8,7 @@ from tests.server.driving import CHAT, COMPLETIONS, post, request, user
 from tests.server.fake_engine import NUM_BLOCKS, FakeEngine
 
 from deltafold import API_VERSION, __version__
-from deltafold.server import create_app
+from deltafold.server.app import create_app
 
 APP = create_app(FakeEngine())
 

@@ -13,8 +13,7 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.serving import FAKE, ServerProcess
 
 from deltafold import OptionError
-from deltafold.server import add_arguments, serve
-from deltafold.server.run import API_KEY_VARIABLE
+from deltafold.server.run import API_KEY_VARIABLE, add_arguments, serve
 
 BODY = {"prompt": "hi", "max_tokens": 250, "stream": True}
 

@@ -11,7 +11,7 @@ from tests.server.driving import CHAT, COMPLETIONS, request
 from tests.server.fake_engine import FakeEngine
 
 from deltafold import Engine
-from deltafold.server import create_app
+from deltafold.server.app import create_app
 
 # A body can fit the document and still ask for what the engine refuses, a temperature of -1 say: limits of sampling
 # values have one owner, which is not the document.
