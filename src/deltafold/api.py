@@ -5,14 +5,13 @@ Loading resolves every "auto" once; requests go through `intake.py` to the loop'
 
 from __future__ import annotations
 
-import asyncio
 import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
@@ -56,6 +55,8 @@ Prompt = str | Sequence[int]
 SAVE_BYTES_PER_TOKEN = {"cpu": 1_000_000, "cuda": 150_000}
 """A preempted request is saved rather than recomputed up to this many bytes a token: what memory moves both ways in
 the time a token's prefill takes (CPU: 5 GB/s against 2,500 tokens/s; H200: 25 GB/s against 80,000 tokens/s)."""
+
+_Item = TypeVar("_Item")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -171,8 +172,10 @@ class Engine:
             CapacityError: the memory does not hold one request.
         """
         start = time.perf_counter()
+        if not isinstance(model, str):
+            raise OptionError(f"model must be a string, got {model!r}")
         torch_device = _resolve_device(device)
-        backend_name = Backend(_choice("backend", backend or "portable", list(Backend)))
+        backend_name = Backend(_choice("backend", "portable" if backend is None else backend, list(Backend)))
         residual = DTYPES[_choice("residual_dtype", residual_dtype, list(DTYPES))]
         _choice("dtype", dtype, ["auto", *DTYPES])
         options = EngineOptions(
@@ -224,7 +227,7 @@ class Engine:
         """
         if isinstance(prompt, str):
             return self.complete_tokens(self.encode(prompt), params)
-        for item in prompt:
+        for item in _as_sequence(prompt):
             if not isinstance(item, str):
                 raise RequestError(f"complete takes strings, got {item!r}; token ids go to complete_tokens")
         return self.complete_tokens([self.encode(text) for text in prompt], params)
@@ -239,8 +242,11 @@ class Engine:
         self, token_ids: Sequence[int] | Sequence[Sequence[int]], params: SamplingParams | None = None
     ) -> Completion | list[Completion]:
         """Completes token ids: one prompt, or a list of prompts; otherwise as `complete`."""
-        params = params or SamplingParams()
-        prompts = [ids for ids in token_ids if isinstance(ids, Sequence)]
+        params = _checked(params)
+        prompts = [ids for ids in _as_sequence(token_ids) if isinstance(ids, Sequence)]
+        for ids in (token_ids, *prompts):
+            if isinstance(ids, str | bytes):
+                raise RequestError(f"complete_tokens takes token ids, got {ids!r}; text goes to complete")
         if prompts and len(prompts) == len(token_ids):
             return self._complete(prompts, params)
         _check_single(params)
@@ -269,16 +275,17 @@ class Engine:
         self, prompts: Sequence[Prompt], params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> list[Completion]:
         """`complete` of a list of prompts for coroutines. Cancelling it aborts the requests."""
-        params = params or SamplingParams()
-        requests = self._requests(prompts, params, request_id)
+        params = _checked(params)
+        if isinstance(prompts, str):
+            raise RequestError(f"acomplete takes a list of prompts, got {prompts!r}")
+        requests = self._requests(_as_sequence(prompts), params, request_id)
         collector = Collector(requests)
         subscription = AsyncSubscription(self._loop, requests)
         try:
             while not subscription.is_finished:
                 collector.add(await subscription.get())
-        except asyncio.CancelledError:
-            self._loop.abort(subscription.request_id)
-            raise
+        finally:
+            subscription.abort()
         return _raise_errors(collector.completions(params.n))
 
     def session(self) -> Session:
@@ -407,7 +414,7 @@ class Engine:
         self, prompts: Sequence[Prompt], params: SamplingParams | None, request_id: str | None
     ) -> list[Request]:
         ids = [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        return self._intake.make(ids, params or SamplingParams(), request_id)
+        return self._intake.make(ids, _checked(params), request_id)
 
     def _complete(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Completion]:
         requests = self._requests(prompts, params, None)
@@ -416,9 +423,8 @@ class Engine:
         try:
             while not subscription.is_finished:
                 collector.add(subscription.get())
-        except KeyboardInterrupt:
-            self._loop.abort(subscription.request_id)
-            raise
+        finally:
+            subscription.abort()
         return _raise_errors(collector.completions(params.n))
 
     def _read_stats(self) -> EngineStats:
@@ -465,6 +471,20 @@ def _choice(name: str, value: str, choices: Sequence[str]) -> str:
     if value not in choices:
         raise OptionError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
     return value
+
+
+def _checked(params: SamplingParams | None) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params must be SamplingParams, got {params!r}")
+    return params
+
+
+def _as_sequence(prompts: Sequence[_Item]) -> Sequence[_Item]:
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise RequestError(f"prompts must be text, a list of texts or lists of token ids, got {prompts!r}")
+    return prompts
 
 
 def _check_single(params: SamplingParams) -> None:

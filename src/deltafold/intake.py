@@ -31,7 +31,7 @@ class Intake:
         Raises:
             RequestError: InvalidTokenError for an id out of the vocabulary, ContextLengthError for too many tokens.
         """
-        if request_id is not None and (not request_id or "/" in request_id):
+        if request_id is not None and (not isinstance(request_id, str) or not request_id or "/" in request_id):
             raise RequestError(f"request_id must be a non-empty string without '/', got {request_id!r}")
         self._check_params(params)
         checked = [self._check_prompt(prompt, params) for prompt in prompts]
@@ -67,6 +67,8 @@ class Intake:
                 self._check_id(token_id, name)
 
     def _check_prompt(self, prompt: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
+        if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes):
+            raise RequestError(f"a prompt must be text or a list of token ids, got {prompt!r}", param="prompt")
         if not prompt:
             raise RequestError("the prompt is empty; at least 1 token is needed", param="prompt")
         for token_id in prompt:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from deltafold.core import EngineCore, Increment
-from deltafold.errors import DeltafoldError, EngineClosedError, QueueFullError
+from deltafold.errors import DeltafoldError, EngineClosedError, QueueFullError, RequestError
 from deltafold.scheduler.request import Request
 from deltafold.types import EngineStats
 
@@ -68,12 +68,17 @@ class EngineLoop:
         """Queues completions that start together.
 
         Raises:
+            RequestError: if one of that id is unfinished.
             QueueFullError: if they would make more than `max_waiting` wait.
             EngineClosedError: if the engine is closed or dead.
         """
         with self._condition:
             if not self.is_alive:
                 raise self._closed_error()
+            for request in requests:
+                if request.key in self._deliver:
+                    message = f"request_id {request.request_id!r} is that of an unfinished request"
+                    raise RequestError(message, param="request_id")
             num_waiting = self._core.scheduler.num_waiting + sum(len(s.requests) for s in self._submissions)
             if self._max_waiting is not None and num_waiting + len(requests) > self._max_waiting:
                 raise QueueFullError(f"{num_waiting} requests wait, max_waiting is {self._max_waiting}")

@@ -63,7 +63,7 @@ class SessionStream(TokenStream):
             if self.is_finished:
                 self._session.take_over(self.request)
 
-    def _abort(self) -> None:
+    def abort(self) -> None:
         # The state is handed over with the last increment, so that one is waited for.
         if not self.is_finished:
             self._loop.abort(self._request_id)

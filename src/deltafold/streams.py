@@ -12,7 +12,7 @@ from types import TracebackType
 
 from deltafold.core import Increment
 from deltafold.errors import EngineClosedError
-from deltafold.loop import EngineLoop
+from deltafold.loop import Deliver, EngineLoop
 from deltafold.scheduler.request import Request
 from deltafold.types import Completion, FinishReason, TokenOutput
 
@@ -25,7 +25,7 @@ class _Subscription:
     def __init__(self, loop: EngineLoop, requests: Sequence[Request]) -> None:
         self._loop = loop
         self._request_id = requests[0].request_id
-        self._num_unfinished = len(requests)
+        self._num_unfinished = 0
 
     @property
     def request_id(self) -> str:
@@ -37,17 +37,22 @@ class _Subscription:
         """Whether the last increment was read."""
         return self._num_unfinished == 0
 
+    def abort(self) -> None:
+        """Aborts the requests unless they are finished. Idempotent."""
+        if self._num_unfinished:
+            self._num_unfinished = 0
+            self._loop.abort(self._request_id)
+
+    def _submit(self, requests: Sequence[Request], deliver: Deliver) -> None:
+        self._loop.submit(requests, deliver)
+        self._num_unfinished = len(requests)  # only now: what was refused is not to be aborted
+
     def _accept(self, delivery: Delivery) -> Increment:
         if isinstance(delivery, EngineClosedError):
             self._num_unfinished = 0
             raise delivery
         self._num_unfinished -= delivery.is_last
         return delivery
-
-    def _abort(self) -> None:
-        if self._num_unfinished:
-            self._num_unfinished = 0
-            self._loop.abort(self._request_id)
 
 
 class Subscription(_Subscription):
@@ -56,7 +61,7 @@ class Subscription(_Subscription):
     def __init__(self, loop: EngineLoop, requests: Sequence[Request]) -> None:
         super().__init__(loop, requests)
         self._queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-        loop.submit(requests, self._queue.put)
+        self._submit(requests, self._queue.put)
 
     def get(self) -> Increment:
         """The next increment; EngineClosedError if there will be none."""
@@ -70,7 +75,7 @@ class AsyncSubscription(_Subscription):
         super().__init__(loop, requests)
         self._event_loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Delivery] = asyncio.Queue()
-        loop.submit(requests, self._deliver)
+        self._submit(requests, self._deliver)
 
     async def get(self) -> Increment:
         """The next increment; EngineClosedError if there will be none."""
@@ -98,7 +103,7 @@ class TokenStream(Subscription):
 
     def close(self) -> None:
         """Aborts the request unless it is finished. Idempotent."""
-        self._abort()
+        self.abort()
 
     def __enter__(self) -> TokenStream:
         return self
@@ -108,7 +113,7 @@ class TokenStream(Subscription):
 
     def __del__(self) -> None:
         if hasattr(self, "_num_unfinished"):
-            self._abort()
+            self.abort()
 
 
 class AsyncTokenStream(AsyncSubscription):
@@ -123,12 +128,12 @@ class AsyncTokenStream(AsyncSubscription):
         try:
             return _token_output(await self.get())
         except asyncio.CancelledError:
-            self._abort()
+            self.abort()
             raise
 
     async def aclose(self) -> None:
         """Aborts the request unless it is finished. Idempotent."""
-        self._abort()
+        self.abort()
 
     async def __aenter__(self) -> AsyncTokenStream:
         return self
@@ -136,11 +141,11 @@ class AsyncTokenStream(AsyncSubscription):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._abort()
+        self.abort()
 
     def __del__(self) -> None:
         if hasattr(self, "_num_unfinished"):
-            self._abort()
+            self.abort()
 
 
 class Collector:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +33,10 @@ class FinishReason(enum.StrEnum):
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    # NaN is what differs from itself; math.isfinite would overflow on a large int.
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == math.inf:
         raise RequestError(f"{name} must be a finite number, got {value!r}", param=name)
-    if value > high or value < low or (low_open and value == low):
+    if not low <= value <= high or (low_open and value == low):
         bracket = "(" if low_open else "["
         raise RequestError(f"{name} must be in {bracket}{low}, {high}], got {value!r}", param=name)
 
@@ -46,6 +47,12 @@ def _check_int(name: str, value: object, low: int, high: float = math.inf) -> No
     if not low <= value <= high:
         limit = f">= {low}" if math.isinf(high) else f"in [{low}, {int(high)}]"
         raise RequestError(f"{name} must be {limit}, got {value!r}", param=name)
+
+
+def _as_tuple(name: str, value: object, wanted: str) -> tuple[Any, ...]:
+    if not isinstance(value, Iterable):
+        raise RequestError(f"{name} must be {wanted}, got {value!r}", param=name)
+    return tuple(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,16 +123,20 @@ class SamplingParams:
         self._freeze_collections()
 
     def _freeze_collections(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop, "a string or strings")
         if len(stop) > MAX_STOP_STRINGS:
             raise RequestError(f"stop has {len(stop)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop must be non-empty strings, got {text!r}", param="stop")
         object.__setattr__(self, "stop", stop)
-        for token_id in self.stop_token_ids:
+        stop_token_ids = _as_tuple("stop_token_ids", self.stop_token_ids, "a list of integers")
+        for token_id in stop_token_ids:
             _check_int("stop_token_ids", token_id, 0)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
+        if not isinstance(self.logit_bias, Mapping):
+            message = f"logit_bias must map token ids to numbers, got {self.logit_bias!r}"
+            raise RequestError(message, param="logit_bias")
         for token_id, bias in self.logit_bias.items():
             _check_int("logit_bias", token_id, 0)
             _check_number("logit_bias", bias, -100.0, 100.0)
