@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from types import TracebackType
 
 from deltafold.core import Increment
@@ -73,21 +75,20 @@ class AsyncSubscription(_Subscription):
 
     def __init__(self, loop: EngineLoop, requests: Sequence[Request]) -> None:
         super().__init__(loop, requests)
-        self._event_loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Delivery] = asyncio.Queue()
-        self._submit(requests, self._deliver)
+        # Bound to the queue, not to self: the loop's thread must not keep a stream alive that its reader dropped.
+        self._submit(requests, partial(_put_from_thread, asyncio.get_running_loop(), self._queue))
 
     async def get(self) -> Increment:
         """The next increment; EngineClosedError if there will be none."""
         return self._accept(await self._queue.get())
 
-    def _deliver(self, delivery: Delivery) -> None:
-        # An event loop that is gone has no reader left, and the engine's thread must not die of it.
-        if not self._event_loop.is_closed():
-            try:
-                self._event_loop.call_soon_threadsafe(self._queue.put_nowait, delivery)
-            except RuntimeError:
-                return
+
+def _put_from_thread(event_loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Delivery], delivery: Delivery) -> None:
+    # An event loop that is gone has no reader left, and the engine's thread must not die of it.
+    if not event_loop.is_closed():
+        with suppress(RuntimeError):
+            event_loop.call_soon_threadsafe(queue.put_nowait, delivery)
 
 
 class TokenStream(Subscription):
