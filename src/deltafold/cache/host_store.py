@@ -82,8 +82,7 @@ class HostStore:
                 entry.state = {name: _to_host(pool[transfer.slot]) for name, pool in self._state.items()}
                 return True
             for name, pool in self._rows.items():
-                index = torch.tensor(transfer.block_ids, dtype=torch.int64, device=pool.device)
-                entry.rows[name] = _to_host(pool[index].flatten(0, 1)[: transfer.num_tokens])
+                entry.rows[name] = _rows_to_host(pool, transfer.block_ids, transfer.num_tokens)
         except (MemoryError, torch.OutOfMemoryError):
             del self._entries[transfer.host_id]
             return False
@@ -99,5 +98,22 @@ class HostStore:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor)
+    return _empty_on_host(tensor.shape, tensor).copy_(tensor)
+
+
+def _rows_to_host(pool: Tensor, block_ids: Sequence[int], num_tokens: int) -> Tensor:
+    if pool.is_cuda:  # gathered there, for one copy across
+        index = torch.tensor(block_ids, dtype=torch.int64, device=pool.device)
+        return _to_host(pool[index].flatten(0, 1)[:num_tokens])
+    host, size = _empty_on_host((num_tokens, *pool.shape[2:]), pool), pool.shape[1]
+    for i, block_id in enumerate(block_ids):
+        part = host[i * size : (i + 1) * size]
+        part.copy_(pool[block_id, : part.shape[0]])
+    return host
+
+
+def _empty_on_host(shape: Sequence[int], like: Tensor) -> Tensor:
+    try:
+        return torch.empty(tuple(shape), dtype=like.dtype, pin_memory=like.is_cuda)
+    except RuntimeError as error:  # how torch says that host memory, pinned or not, is out
+        raise MemoryError(f"no host memory for a tensor of {tuple(shape)} {like.dtype}") from error

@@ -23,6 +23,7 @@ class Snapshot:
     """The recurrent state after the tokens whose chain of block hashes is `chain`; in a slot or in host memory.
 
     `num_missing` blocks of the chain are gone; while there are any, nothing can start from it (it is stranded).
+    `is_shared` once a second request has started from it or would have written the same.
     """
 
     chain: tuple[bytes, ...]
@@ -30,6 +31,7 @@ class Snapshot:
     slot: int | None
     host_id: int | None = None
     num_missing: int = 0
+    is_shared: bool = False
 
     @property
     def key(self) -> bytes:
@@ -101,7 +103,7 @@ class PrefixCache:
         for depth in range(num_known, 0, -1):
             key = hashes[depth - 1]
             snapshot = self._in_slots.get(key) or self._in_host.get(key)
-            if snapshot is not None:
+            if snapshot is not None and self._is_readable(snapshot):
                 return Match(depth, num_known, snapshot)
         return Match(0, num_known, None)
 
@@ -121,6 +123,7 @@ class PrefixCache:
 
     def restore(self, snapshot: Snapshot, slot: int) -> None:
         """Lists the move of a snapshot's state to a request's slot."""
+        snapshot.is_shared = True
         if snapshot.slot is not None:
             self.transfers.append(CopySlot(snapshot.slot, slot))
             self._in_slots.move_to_end(snapshot.key)
@@ -135,8 +138,11 @@ class PrefixCache:
         """
         if not (self.is_enabled and self.keeps_state):
             return None
-        keys = {snapshot.key for snapshot in self._pending.values()} | self._in_slots.keys() | self._in_host.keys()
-        if chain[-1] in keys:
+        known = self._in_slots.get(chain[-1]) or self._in_host.get(chain[-1])
+        if known is not None:
+            known.is_shared = True
+            return None
+        if any(snapshot.key == chain[-1] for snapshot in self._pending.values()):
             return None
         if len(self._in_slots) + len(self._pending) >= self.max_snapshots and not self._empty_a_slot():
             return None
@@ -215,6 +221,11 @@ class PrefixCache:
         for snapshot in [*self._in_slots.values(), *self._pending.values()]:
             if self.slots.held_by(snapshot.owner) != (snapshot.slot,):
                 raise AssertionError(f"PrefixCache: {snapshot.owner} and the pool disagree on its slot")
+
+    def _is_readable(self, snapshot: Snapshot) -> bool:
+        # A move to host memory that is only listed may yet fail, and the state is then lost.
+        moving = [move.host_id for move in self.transfers if isinstance(move, SaveSlot)]
+        return snapshot.host_id is None or snapshot.host_id not in moving
 
     def _empty_a_slot(self) -> bool:
         victim = _stranded_or_oldest(self._in_slots)

@@ -98,7 +98,8 @@ class Scheduler:
         self._waiting.append(request)
 
     def schedule(self) -> SchedulerOutput:
-        """Decides one step. If it raises, every request admitted by this call is waiting again, with nothing held."""
+        """Decides one step. If it raises, every request admitted by this call is waiting again, with nothing held,
+        and no snapshot is left that the step was to write."""
         scheduled: dict[str, ScheduledRequest] = {}
         preempted: list[Request] = []
         admitted: list[Request] = []
@@ -111,6 +112,9 @@ class Scheduler:
             is_complete = True
         finally:
             if not is_complete:
+                for item in scheduled.values():
+                    if item.snapshot is not None:
+                        self._cache.discard(item.request.pending_snapshots.pop())
                 for request in reversed(admitted):
                     self._return_to_queue(request)
         ordered = sorted(scheduled.values(), key=lambda item: not item.is_decode)
@@ -283,6 +287,7 @@ class Scheduler:
             return False
         self._waiting.remove(request)
         self._running.append(request)
+        admitted.append(request)
         request.status = RequestStatus.RUNNING
         try:
             request.block_ids += self._cache.share(request.key, request.block_hashes[: request.num_published_blocks])
@@ -291,9 +296,9 @@ class Scheduler:
             request.block_ids += self._cache.allocate_blocks(request.key, num_blocks)
             request.state_slot = self._slots.allocate_one(request.key)
         except PoolExhaustedError:
+            admitted.remove(request)
             self._return_to_queue(request)
             return False
-        admitted.append(request)
         if request.saved is not None:
             self._load_saved(request, request.saved)
         elif match.snapshot is not None:
@@ -403,7 +408,7 @@ class Scheduler:
             self._snapshot_decode(request)
 
     def _snapshot_decode(self, request: Request) -> None:
-        if request.decode_snapshot is not None:
+        if request.decode_snapshot is not None and not request.decode_snapshot.is_shared:
             self._cache.discard(request.decode_snapshot)
         snapshot: Snapshot | None = self._cache.reserve(request.block_hashes[: request.num_published_blocks])
         if snapshot is not None and snapshot.slot is not None and request.state_slot is not None:
