@@ -286,6 +286,8 @@ def convert(folder: Path, output: Path | None = None) -> ConversionReport:
             (with both); then nothing was written.
     """
     output = folder / JSON_FILE if output is None else output
+    if output.is_dir():
+        raise TokenizerError(f"{output} cannot be written: it is a folder")
     tokens = read_ranks(folder / RANKS_FILE)
     table = read_special_tokens(folder, num_ranks=len(tokens), vocab_size=len(tokens) + NUM_RESERVED_TOKENS)
     names = _token_names(table, len(tokens))
