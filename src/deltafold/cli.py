@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 import warnings
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import deltafold
-from deltafold import DeltafoldError, DeltafoldWarning, Engine, SamplingParams, TokenStream
+from deltafold import DeltafoldError, DeltafoldWarning, Engine, RequestError, SamplingParams, TokenStream
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,8 +171,9 @@ def _complete(arguments: argparse.Namespace) -> int:
                 )
             )
         else:
+            stream = engine.stream(arguments.prompt, params)  # refuses a bad prompt before it is printed
             print(arguments.prompt, end="", flush=True)
-            _print_stream(engine.stream(arguments.prompt, params))
+            _print_stream(stream)
     return 0
 
 
@@ -196,6 +198,8 @@ def _read_line() -> str | None:
         return input("> " if sys.stdin.isatty() else "")
     except EOFError:
         return None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"stdin is not {error.encoding.upper()}: byte {error.object[error.start]:#04x}") from error
 
 
 def _print_stream(stream: TokenStream) -> str:
@@ -252,8 +256,16 @@ def _byte_count(text: str) -> int:
     }
     for unit, factor in units.items():
         if text.endswith(unit):
-            return int(float(text.removesuffix(unit)) * factor)
-    return int(text)
+            number = float(text.removesuffix(unit))
+            if not math.isfinite(number):
+                raise argparse.ArgumentTypeError(f"must be a finite number of bytes, got {text!r}")
+            return int(number * factor)
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of bytes or end in {', '.join(units)}, got {text!r}"
+        ) from None
 
 
 def _show_warning(
