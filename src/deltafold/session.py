@@ -6,9 +6,11 @@ computes only what is new. `api.py` makes sessions; the scheduler leaves the sta
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,8 +69,9 @@ class SessionStream(TokenStream):
         # The state is handed over with the last increment, so that one is waited for.
         if not self.is_finished:
             self._loop.abort(self._request_id)
-        while not self.is_finished:
-            self.get()
+        with contextlib.suppress(EngineClosedError):
+            while not self.is_finished:
+                self.get()
 
 
 class Session:
@@ -140,7 +143,11 @@ class Session:
 
     def save(self, path: str | Path) -> None:
         """Writes tokens, blocks, state and conversation to one safetensors file, readable by `Engine.restore` of an
-        engine with the same model and dtype."""
+        engine with the same model and dtype. What was there is replaced once all is written.
+
+        Raises:
+            SessionError: the file cannot be written.
+        """
         self._check_idle()
         tensors = {"token_ids": torch.tensor(self._token_ids, dtype=torch.int64)}
         if self._saved is not None:
@@ -153,16 +160,20 @@ class Session:
             "messages": json.dumps(self._messages),
             **self.services.identity(),
         }
+        metadata["digest"] = _digest(tensors, metadata)
         temporary = Path(path).with_name(Path(path).name + ".partial")
-        save_file(tensors, temporary, metadata=metadata)
-        temporary.replace(path)
+        try:
+            save_file(tensors, temporary, metadata=metadata)
+            temporary.replace(path)
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
+            raise SessionError(f"{path} cannot be written: {error}") from error
 
     def close(self) -> None:
         """Gives the host memory back. Idempotent; the tokens stay."""
         self._check_idle()
         saved, self._saved = self._saved, None
-        if saved is not None and self.services.loop.is_alive:
-            self.services.loop.call(lambda: self.services.core.scheduler.cache.release_host(saved.host_id))
+        self._release(saved)
 
     def fork(self) -> Session:
         """A second session with the same past; the two share memory, and neither changes the other."""
@@ -183,8 +194,12 @@ class Session:
         if left is None:
             return  # no host memory, or the request failed: what was saved before still holds for the first tokens
         self._saved = left
-        if old is not None and self.services.loop.is_alive:
-            self.services.loop.call(lambda: self.services.core.scheduler.cache.release_host(old.host_id))
+        self._release(old)
+
+    def _release(self, saved: SavedState | None) -> None:
+        if saved is not None:
+            with contextlib.suppress(EngineClosedError):  # then all its memory is gone
+                self.services.loop.call(lambda: self.services.core.scheduler.cache.release_host(saved.host_id))
 
     def _start(self, token_ids: Sequence[int], params: SamplingParams | None) -> SessionStream:
         self._check_idle()
@@ -239,10 +254,9 @@ def restore(services: SessionServices, path: str | Path) -> Session:
     for name, value in expected.items():
         if metadata.get(name) != value:
             raise SessionError(f"{path}: {name} is {metadata.get(name)!r}, this engine has {value!r}")
-    num_saved = int(metadata.get("num_saved_tokens", "0"))
-    messages = json.loads(metadata.get("messages", "[]"))
-    if "token_ids" not in tensors:
-        raise SessionError(f"{path} has no token_ids")
+    if metadata.pop("digest", None) != _digest(tensors, metadata):
+        raise SessionError(f"{path} is damaged: its content does not have the digest it was written with")
+    num_saved, messages = int(metadata["num_saved_tokens"]), json.loads(metadata["messages"])
     token_ids = tensors.pop("token_ids").tolist()
     saved = None
     if num_saved:
@@ -252,6 +266,15 @@ def restore(services: SessionServices, path: str | Path) -> Session:
             message = f"{path}: no host memory for the session's state; its {num_saved} tokens will be computed again"
             warnings.warn(message, DeltafoldWarning, stacklevel=3)
     return Session(services, token_ids=token_ids, messages=messages, saved=saved)
+
+
+def _digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
+    """Of everything in a session's file but itself."""
+    digest = hashlib.blake2b(json.dumps(metadata, sort_keys=True).encode(), digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _checked_entry(
