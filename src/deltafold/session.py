@@ -273,7 +273,7 @@ def _digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
     digest = hashlib.blake2b(json.dumps(metadata, sort_keys=True).encode(), digest_size=16)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
