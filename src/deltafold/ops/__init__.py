@@ -128,6 +128,50 @@ class Ops(Protocol):
         """The same as `chunked_delta_rule`, token by token. For decode steps (one token a request) it is the
         fast form; for any length it is the definition."""
 
+    def delta_prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        raw_gate: Tensor,
+        beta_logits: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        recurrent_state: Tensor,
+        query_start_loc: Tensor,
+        state_slots: Tensor,
+        has_initial_state: Tensor,
+    ) -> Tensor:
+        """`chunked_delta_rule` with `g = decay_gate(raw_gate, A_log, dt_bias)` and `beta = sigmoid(beta_logits)`.
+
+        raw_gate [T, HV, K] or [T, HV]; beta_logits [T, HV]; the others as for those ops. Returns o [T, HV, V].
+        """
+
+    def delta_step(
+        self,
+        qkv: Tensor,
+        conv_weight: Tensor,
+        conv_state: Tensor,
+        raw_gate: Tensor,
+        beta_logits: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        out_gate: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        activation: Activation,
+        recurrent_state: Tensor,
+        state_slots: Tensor,
+        has_initial_state: Tensor,
+    ) -> Tensor:
+        """A delta-rule layer between its projections, for one token a request: `causal_conv` of qkv, the gates,
+        `recurrent_delta_rule`, then `gated_rms_norm` with `out_gate`. In place: `conv_state` and `recurrent_state`.
+
+        qkv [N, D], D = 2 * H * K + HV * V (q, k, v); conv_weight [D, W]; conv_state [S, D, W - 1] in qkv's dtype;
+        raw_gate [N, HV, K] or [N, HV]; beta_logits [N, HV]; out_gate [N, HV, V]; norm_weight [V]; the others as for
+        those ops. Returns [N, HV, V] in out_gate's dtype.
+        """
+
     def latent_store(self, kv_c: Tensor, k_pe: Tensor, latent_cache: Tensor, slot_mapping: Tensor) -> None:
         """In place: row `slot_mapping[t]` of the cache (block = slot // block_size) becomes `[kv_c[t] | k_pe[t]]`.
 
@@ -164,6 +208,20 @@ class Ops(Protocol):
         q [N, H, R + P]; seq_lens [N] int32, 0 for a padded row, whose output is zero. Returns [N, H, R].
         """
 
+    def mla_step(
+        self,
+        q: Tensor,
+        kv_b: Tensor,
+        latent_cache: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """`mla_prefill` of one token a request, by absorption: `W_UK` into the query, `mla_decode`, `W_UV` after.
+
+        q [N, H, nope + P]; kv_b [H, nope + V, R], dense; the others as for `mla_decode`. Returns [N, H, V].
+        """
+
     def route(
         self,
         logits: Tensor,
@@ -190,6 +248,33 @@ class Ops(Protocol):
 
         x [T, D]; w13 [E, 2 * I, D] (w1 above w3); w2 [E, D, I]; weights [T, J] float32; ids [T, J] int32, -1 is
         skipped. Returns [T, D] in x's dtype.
+        """
+
+    def routed_experts(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        bias: Tensor | None,
+        w13: Tensor,
+        w2: Tensor,
+        top_k: int,
+        scoring: Scoring,
+        num_groups: int,
+        top_k_groups: int,
+        renormalize: bool,
+        scale: float,
+    ) -> Tensor:
+        """`route`, then `grouped_experts`. Experts stacked after the E that have logits are shared ones: every token
+        takes them with weight 1.
+
+        x [T, D]; logits [T, E]; w13 [E + shared, 2 * I, D]; w2 [E + shared, D, I]; the others as for `route`.
+        Returns [T, D] in x's dtype.
+        """
+
+    def linear(self, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """`x @ weight^T`, summed in float32 and returned as `dtype`.
+
+        x [T, K]; weight [N, K] in x's dtype. With `dtype` float32 nothing is rounded on the way. Returns [T, N].
         """
 
 

@@ -120,6 +120,58 @@ def recurrent_delta_rule(
     return out
 
 
+def delta_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    raw_gate: Tensor,
+    beta_logits: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    recurrent_state: Tensor,
+    query_start_loc: Tensor,
+    state_slots: Tensor,
+    has_initial_state: Tensor,
+) -> Tensor:
+    """See `Ops.delta_prefill`; writes `recurrent_state`."""
+    g = decay_gate(raw_gate, A_log, dt_bias)
+    beta = torch.sigmoid(beta_logits.float())
+    return chunked_delta_rule(
+        q, k, v, g, beta, recurrent_state, query_start_loc, state_slots, has_initial_state
+    )
+
+
+def delta_step(
+    qkv: Tensor,
+    conv_weight: Tensor,
+    conv_state: Tensor,
+    raw_gate: Tensor,
+    beta_logits: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    out_gate: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    activation: Activation,
+    recurrent_state: Tensor,
+    state_slots: Tensor,
+    has_initial_state: Tensor,
+) -> Tensor:
+    """See `Ops.delta_step`; writes `conv_state` and `recurrent_state`. Nothing is rounded between the parts."""
+    HV, K, V = recurrent_state.shape[1:]
+    requests = (torch.arange(qkv.shape[0] + 1, device=qkv.device), state_slots, has_initial_state)
+    taps = conv_state.float()
+    mixed = causal_conv(qkv.float(), conv_weight, taps, *requests)
+    conv_state.copy_(taps)
+    q, k, v = mixed.split([(mixed.shape[1] - HV * V) // 2] * 2 + [HV * V], dim=-1)
+    q, k, v = q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (HV, V))
+    g = decay_gate(raw_gate, A_log, dt_bias)
+    o = recurrent_delta_rule(q, k, v, g, torch.sigmoid(beta_logits.float()), recurrent_state, *requests)
+    out = gated_rms_norm(o, out_gate, norm_weight, eps, activation)
+    out[state_slots == PAD_SLOT] = 0
+    return out
+
+
 def latent_store(kv_c: Tensor, k_pe: Tensor, latent_cache: Tensor, slot_mapping: Tensor) -> None:
     """See `Ops.latent_store`; writes `latent_cache`."""
     block_size = latent_cache.shape[1]
@@ -172,6 +224,19 @@ def mla_decode(
     return out
 
 
+def mla_step(
+    q: Tensor,
+    kv_b: Tensor,
+    latent_cache: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scale: float,
+) -> Tensor:
+    """See `Ops.mla_step`."""
+    query_start_loc = torch.arange(q.shape[0] + 1, dtype=torch.int32)
+    return mla_prefill(q, kv_b, latent_cache, query_start_loc, seq_lens, block_table, scale)
+
+
 def route(
     logits: Tensor,
     bias: Tensor | None,
@@ -217,6 +282,33 @@ def grouped_experts(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Te
             total = total + weights[t, j] * (w2[e].float() @ activated)
         out[t] = total.to(x.dtype)
     return out
+
+
+def routed_experts(
+    x: Tensor,
+    logits: Tensor,
+    bias: Tensor | None,
+    w13: Tensor,
+    w2: Tensor,
+    top_k: int,
+    scoring: Scoring,
+    num_groups: int,
+    top_k_groups: int,
+    renormalize: bool,
+    scale: float,
+) -> Tensor:
+    """See `Ops.routed_experts`."""
+    T, E = logits.shape
+    weights, ids = route(logits, bias, top_k, scoring, num_groups, top_k_groups, renormalize, scale)
+    for shared in range(E, w13.shape[0]):
+        weights = torch.cat([weights, torch.ones(T, 1, device=x.device)], dim=1)
+        ids = torch.cat([ids, torch.full((T, 1), shared, dtype=torch.int32, device=x.device)], dim=1)
+    return grouped_experts(x, w13, w2, weights, ids)
+
+
+def linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `Ops.linear`."""
+    return (x.float() @ weight.float().T).to(dtype)
 
 
 def _silu(x: Tensor) -> Tensor:

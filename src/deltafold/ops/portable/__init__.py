@@ -6,7 +6,7 @@ by the tests. Shapes that depend on data (chunk lists, block groups) are worked 
 
 from deltafold.ops.portable.conv import causal_conv
 from deltafold.ops.portable.delta_rule import chunked_delta_rule, decay_gate, recurrent_delta_rule
-from deltafold.ops.portable.fused import linear, mla_step, routed_experts
+from deltafold.ops.portable.fused import delta_prefill, delta_step, linear, mla_step, routed_experts
 from deltafold.ops.portable.latent import latent_store, mla_decode, mla_prefill
 from deltafold.ops.portable.moe import grouped_experts, route
 from deltafold.ops.portable.norms import add_rms_norm, gated_rms_norm, rms_norm, silu_and_mul
@@ -16,6 +16,8 @@ __all__ = [
     "causal_conv",
     "chunked_delta_rule",
     "decay_gate",
+    "delta_prefill",
+    "delta_step",
     "gated_rms_norm",
     "grouped_experts",
     "latent_store",

@@ -1,0 +1,112 @@
+"""Ops that the GPU fuses and that are compositions here: the delta rule's, `mla_step`, `routed_experts`, `linear`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltafold.ops import PAD_SLOT, Activation, Scoring
+from deltafold.ops.portable.conv import causal_conv
+from deltafold.ops.portable.delta_rule import chunked_delta_rule, decay_gate, recurrent_delta_rule
+from deltafold.ops.portable.latent import mla_decode
+from deltafold.ops.portable.moe import grouped_experts, route
+from deltafold.ops.portable.norms import gated_rms_norm
+
+
+def delta_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    raw_gate: Tensor,
+    beta_logits: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    recurrent_state: Tensor,
+    query_start_loc: Tensor,
+    state_slots: Tensor,
+    has_initial_state: Tensor,
+) -> Tensor:
+    """See `Ops.delta_prefill`; writes `recurrent_state`."""
+    g = decay_gate(raw_gate, A_log, dt_bias)
+    beta = torch.sigmoid(beta_logits.float())
+    return chunked_delta_rule(q, k, v, g, beta, recurrent_state, query_start_loc, state_slots, has_initial_state)
+
+
+def delta_step(
+    qkv: Tensor,
+    conv_weight: Tensor,
+    conv_state: Tensor,
+    raw_gate: Tensor,
+    beta_logits: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    out_gate: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    activation: Activation,
+    recurrent_state: Tensor,
+    state_slots: Tensor,
+    has_initial_state: Tensor,
+) -> Tensor:
+    """See `Ops.delta_step`; writes `conv_state` and `recurrent_state`."""
+    HV, K, V = recurrent_state.shape[1:]
+    query_start_loc = torch.arange(qkv.shape[0] + 1, dtype=torch.int32, device=qkv.device)
+    requests = (query_start_loc, state_slots, has_initial_state)
+    mixed = causal_conv(qkv, conv_weight, conv_state, *requests)
+    qk, v = mixed.split([mixed.shape[1] - HV * V, HV * V], dim=-1)
+    q, k = qk.unflatten(-1, (2, -1, K)).unbind(1)
+    g = decay_gate(raw_gate, A_log, dt_bias)
+    beta = torch.sigmoid(beta_logits.float())
+    o = recurrent_delta_rule(q, k, v.unflatten(-1, (HV, V)), g, beta, recurrent_state, *requests)
+    out = gated_rms_norm(o, out_gate, norm_weight, eps, activation)
+    return out.masked_fill_((state_slots == PAD_SLOT).view(-1, 1, 1), 0)
+
+
+def mla_step(
+    q: Tensor,
+    kv_b: Tensor,
+    latent_cache: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scale: float,
+) -> Tensor:
+    """See `Ops.mla_step`."""
+    R = kv_b.shape[2]
+    P = latent_cache.shape[2] - R
+    nope = q.shape[2] - P
+    q_nope, q_pe = q.split([nope, P], dim=-1)
+    q_latent = torch.bmm(q_nope.transpose(0, 1), kv_b[:, :nope])  # [H, N, R]
+    absorbed = torch.cat([q_latent.transpose(0, 1), q_pe], dim=-1)  # [N, H, R + P]
+    o_latent = mla_decode(absorbed, latent_cache, seq_lens, block_table, R, scale)  # [N, H, R]
+    return torch.bmm(o_latent.transpose(0, 1), kv_b[:, nope:].transpose(1, 2)).transpose(0, 1)
+
+
+def routed_experts(
+    x: Tensor,
+    logits: Tensor,
+    bias: Tensor | None,
+    w13: Tensor,
+    w2: Tensor,
+    top_k: int,
+    scoring: Scoring,
+    num_groups: int,
+    top_k_groups: int,
+    renormalize: bool,
+    scale: float,
+) -> Tensor:
+    """See `Ops.routed_experts`."""
+    weights, ids = route(logits, bias, top_k, scoring, num_groups, top_k_groups, renormalize, scale)
+    num_shared = w13.shape[0] - logits.shape[1]
+    if num_shared:
+        shared = torch.arange(logits.shape[1], w13.shape[0], dtype=torch.int32, device=x.device)
+        weights = F.pad(weights, (0, num_shared), value=1.0)
+        ids = torch.cat([ids, shared.expand(x.shape[0], num_shared)], dim=1)
+    return grouped_experts(x, w13, w2, weights, ids)
+
+
+def linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `Ops.linear`."""
+    if dtype == x.dtype:
+        return F.linear(x, weight)
+    return F.linear(x.float(), weight.float()).to(dtype)
