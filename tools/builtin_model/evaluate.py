@@ -100,6 +100,11 @@ class TokenSet:
         with np.load(path) as arrays:
             return cls(arrays["ids"], arrays["lengths"], arrays["num_bytes"], arrays["sources"])
 
+    def first(self, count: int) -> TokenSet:
+        """The first `count` documents."""
+        lengths = self.lengths[:count]
+        return TokenSet(self.ids[: lengths.sum()], lengths, self.num_bytes[:count], self.sources[:count])
+
     def documents(self) -> list[npt.NDArray[np.uint16]]:
         return np.split(self.ids, np.cumsum(self.lengths)[:-1])
 

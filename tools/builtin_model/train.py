@@ -139,9 +139,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> tuple[KimiLine
     """Returns the model with the weights that did best on the validation part, and a report."""
     tokens, valid = (TokenSet.load(SCRATCH / "tokens" / f"{name}.npz") for name in ("train", "valid"))
     if arguments.tiny:
-        valid = TokenSet(
-            valid.ids[: valid.lengths[:2].sum()], valid.lengths[:2], valid.num_bytes[:2], valid.sources[:2]
-        )
+        valid = valid.first(2)
     torch.manual_seed(arguments.seed)
     model = load(arguments.init, device).train() if arguments.init else build(hub_config(arguments.tiny), device)
     weights = repeats(tokens, arguments.source_weights)
@@ -274,9 +272,7 @@ def main() -> None:
         exported = load(arguments.out, device)
         heldout = TokenSet.load(SCRATCH / "tokens" / "heldout.npz")
         if arguments.tiny:
-            heldout = TokenSet(
-                heldout.ids[: heldout.lengths[:2].sum()], heldout.lengths[:2], heldout.num_bytes[:2], heldout.sources[:2]
-            )
+            heldout = heldout.first(2)
         score = score_model(exported, heldout, EOS_ID, window=arguments.length, batch=8)
         report |= {
             "heldout_bits_per_byte": score.bits_per_byte,
