@@ -61,6 +61,10 @@ class Connection:
     def body(self) -> bytes:
         return b"".join(message.get("body", b"") for message in self.sent)
 
+    async def finish(self) -> None:
+        """Wait for the server to be done with it; it has 20 s, which only a defect uses up."""
+        await asyncio.wait_for(self.task, 20)
+
     def disconnect(self) -> None:
         self._incoming.put_nowait({"type": "http.disconnect"})
 

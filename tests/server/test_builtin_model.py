@@ -66,7 +66,7 @@ def test_13_a_disconnect_frees_the_slot_within_one_step(engine, app, is_stream, 
         else:
             await wait_until(lambda: app.state.server.in_flight)
         connection.disconnect()
-        await connection.task
+        await connection.finish()
         num_steps = engine.stats().num_steps
         await wait_until(lambda: slots_used(engine.stats()) == 0)
         after = engine.stats()
@@ -207,7 +207,7 @@ def test_41_an_abort_is_told(engine, app, is_stream):
         connection = Connection(app, COMPLETIONS, body)
         await wait_until(lambda: engine.stats().num_output_tokens > before + 2)
         assert app.state.server.abort_in_flight() == 1
-        await connection.task
+        await connection.finish()
         return connection
 
     body = asyncio.run(run()).body.decode()

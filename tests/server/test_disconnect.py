@@ -29,7 +29,7 @@ def test_a_disconnect_aborts_before_another_step(path, is_stream, num_steps):
             engine.step()
             await asyncio.sleep(0)
         connection.disconnect()
-        await connection.task
+        await connection.finish()
         assert engine.running == []
         assert engine.num_steps == num_steps
         assert engine.stats().num_free_state_slots == engine.stats().num_state_slots
@@ -46,7 +46,7 @@ def test_every_prompt_of_a_stream_is_aborted():
         engine.step()
         await until(lambda: connection.body.count(b"data: ") == 3)
         connection.disconnect()
-        await connection.task
+        await connection.finish()
         assert engine.running == []
 
     asyncio.run(run())
@@ -66,7 +66,7 @@ def test_a_client_that_stops_reading_and_leaves_is_noticed():
         engine.step()
         await until(lambda: connection.body)
         connection.disconnect()
-        await connection.task
+        await connection.finish()
         assert engine.running == []
 
     asyncio.run(run())
@@ -81,26 +81,41 @@ def test_who_stays_gets_everything_while_others_leave(is_stream):
         staying, leaving = Connection(app, COMPLETIONS, body), Connection(app, COMPLETIONS, body)
         await until(lambda: len(engine.running) == 2)
         leaving.disconnect()
-        await leaving.task
+        await leaving.finish()
         while engine.running:
             engine.step()
-        await staying.task
+        await staying.finish()
         assert b"all." in staying.body or b'"."' in staying.body
         assert engine.aborted == [engine.aborted[0]]
 
     asyncio.run(run())
 
 
-def test_the_logs_tell_a_disconnect(caplog):
+def outcome(caplog, is_stream: bool, end) -> tuple[str, int]:
+    """What the logs say of a call that `end(engine, connection)` ends after its first token."""
+
     async def run() -> None:
         engine = FakeEngine(is_stepping=False)
-        connection = Connection(create_app(engine), COMPLETIONS, BODIES[COMPLETIONS])
+        body = {**BODIES[COMPLETIONS], "stream": is_stream}
+        connection = Connection(create_app(engine), COMPLETIONS, body)
         await until(lambda: engine.running)
-        connection.disconnect()
-        await connection.task
+        engine.step()
+        await until(lambda: not is_stream or connection.body)
+        end(engine, connection)
+        await asyncio.wait([connection.task], timeout=20)
+        assert connection.task.done()
+        connection.task.exception()
 
     with caplog.at_level(logging.INFO, "deltafold.server"):
         asyncio.run(run())
-    request, access = (json.loads(record.message) for record in caplog.records)
-    assert request["outcome"] == "disconnected"
-    assert access["status"] == CLIENT_CLOSED_REQUEST
+    request, access = (json.loads(record.message) for record in caplog.records if "deltafold" in record.name)
+    return request["outcome"], access["status"]
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_the_logs_tell_a_disconnect_from_a_defect(caplog, is_stream):
+    status = 200 if is_stream else CLIENT_CLOSED_REQUEST
+    assert outcome(caplog, is_stream, lambda _, connection: connection.disconnect()) == ("disconnected", status)
+    caplog.clear()
+    status = 200 if is_stream else 500
+    assert outcome(caplog, is_stream, lambda engine, _: engine.fail(KeyError("x"))) == ("failed", status)

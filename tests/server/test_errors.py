@@ -232,7 +232,7 @@ def test_failures_while_running(error, status, code):
         engine.step()
         await until(lambda: not is_stream or b'"G"' in connection.body)
         engine.fail(error)
-        await connection.task
+        await connection.finish()
         return connection
 
     whole = asyncio.run(run(is_stream=False))
@@ -264,7 +264,7 @@ def test_an_aborted_request_says_so(is_stream):
         await until(lambda: engine.running)
         engine.step()
         assert app.state.server.abort_in_flight() == 1
-        await connection.task
+        await connection.finish()
         return connection
 
     body = asyncio.run(run()).body.decode()

@@ -35,7 +35,7 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 class _Record:
     """What the request log says of a call; counts and names only, never text."""
 
-    outcome: str = "disconnected"
+    outcome: str = "failed"  # what remains for a defect
     error: str | None = None
     ttft: float | None = None
     num_output_tokens: int = 0
@@ -71,6 +71,7 @@ class Call:
             work = self._state.engine.acomplete(self._prompts, self._params, request_id=self.id)
             completions = await unless_disconnected(work, self._receive)
         except ClientDisconnect:
+            self._record.outcome = "disconnected"
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except DeltafoldError as error:
             self._note_error(error)
@@ -103,7 +104,13 @@ class Call:
             self._note_error(error)
             self._close(ids, is_stream=True)
             raise
-        return _EventStream(self._events(streams, include_usage), lambda: self._close(ids, is_stream=True))
+
+        def on_end(has_disconnected: bool) -> None:
+            if has_disconnected:
+                self._record.outcome = "disconnected"
+            self._close(ids, is_stream=True)
+
+        return _EventStream(self._events(streams, include_usage), on_end)
 
     async def _events(
         self, streams: Sequence[AsyncIterator[TokenOutput]], include_usage: bool
@@ -214,24 +221,25 @@ async def _merge(streams: Sequence[AsyncIterator[TokenOutput]]) -> AsyncGenerato
 
 
 class _EventStream(Response):
-    """Sends `events` until they end or the client does; `on_close` is called either way."""
+    """Sends `events` until they end or the client does; `on_end` is called either way and told which."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], on_close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[bool], None]) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
-        self._on_close = on_close
+        self._on_end = on_end
         self.init_headers(_STREAM_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_disconnected = False
         try:
             await unless_disconnected(self._send_all(send), receive)
         except ClientDisconnect:
-            pass
+            has_disconnected = True
         finally:
-            self._on_close()
+            self._on_end(has_disconnected)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
