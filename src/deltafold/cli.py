@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TextIO
 
 import deltafold
 from deltafold import DeltafoldError, DeltafoldWarning, Engine, RequestError, SamplingParams, TokenStream
+from deltafold.parity.arguments import add_arguments as add_parity_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,6 +70,11 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     describe = _command(commands, "describe", _describe, "print what a model is loaded as, as JSON")
     _add_engine_arguments(describe)
 
+    parity_help = "record golden runs and hold engines to them"
+    parity = commands.add_parser("parity", help=parity_help, description=parity_help, allow_abbrev=False)
+    actions = parity.add_subparsers(dest="action", required=True, parser_class=_Parser)
+    add_parity_arguments(actions, _add_engine_arguments, _load)
+
     convert = _command(commands, "convert-tokenizer", _convert, "make a verified tokenizer.json of tiktoken ranks")
     convert.add_argument("model", type=Path, help="folder with tiktoken.model and tokenizer_config.json")
     convert.add_argument("-o", "--output", type=Path, help="file to write (default: tokenizer.json in the folder)")
@@ -88,6 +94,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
     group.add_argument("--dtype", default="auto", help="auto (default), float32 or bfloat16")
     group.add_argument("--residual-dtype", default="float32", help="float32 (default) or bfloat16")
+    group.add_argument("--backend", help="which ops run: portable, triton or reference (default: the device's)")
     group.add_argument("--max-num-seqs", type=int, default=64, help="most requests in one step")
     group.add_argument("--max-num-batched-tokens", type=int, default=2048, help="most prompt tokens in one step")
     group.add_argument("--max-model-len", type=int, help="most tokens of one request")
@@ -120,6 +127,7 @@ def _load(arguments: argparse.Namespace, *, max_waiting: int | None = None) -> E
         device=arguments.device,
         dtype=arguments.dtype,
         residual_dtype=arguments.residual_dtype,
+        backend=arguments.backend,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_model_len=arguments.max_model_len,

@@ -9,6 +9,7 @@ DeltafoldError
 │   ├── ConfigError                       config.json: key, value and limit
 │   ├── WeightsError                      safetensors: every tensor concerned
 │   └── TokenizerError                    tokenizer files or chat template
+├── GoldenError                           a golden run's file, or one that does not fit: the field concerned
 ├── OptionError (also a ValueError)       a wrong argument of Engine.load or the command line
 ├── DeviceError                           the device asked for is not there
 ├── CapacityError                         memory plan: asked for more than there is, with the numbers
@@ -71,6 +72,10 @@ class TokenizerError(LoadError):
 
 class SessionError(LoadError):
     """A session's file does not fit the engine (model, dtype, format), or is damaged; the message names the field."""
+
+
+class GoldenError(DeltafoldError):
+    """A golden run's file is damaged, edited, or of another model or tokenizer; the message names the field."""
 
 
 class OptionError(DeltafoldError, ValueError):

@@ -24,6 +24,7 @@ class CausalLM(Protocol):
     """A loaded model."""
 
     config: ModelConfig
+    ops: Ops
 
     @staticmethod
     def parameter_table(config: ModelConfig) -> ParameterTable:

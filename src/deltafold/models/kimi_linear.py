@@ -142,7 +142,7 @@ class KimiLinear:
         self, config: ModelConfig, tensors: Mapping[str, Tensor], ops: Ops, residual_dtype: torch.dtype
     ) -> None:
         self.config = config
-        self._ops = ops
+        self.ops = ops
         self._residual_dtype = residual_dtype
         self._embed_tokens = tensors["model.embed_tokens.weight"]
         self._norm = tensors["model.norm.weight"]
@@ -188,7 +188,7 @@ class KimiLinear:
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Tensor:
         """Final hidden states [L, D] of the tokens `batch.logits_indices`; updates the caches in place."""
-        ops, eps, dtype = self._ops, self.config.rms_norm_eps, self._embed_tokens.dtype
+        ops, eps, dtype = self.ops, self.config.rms_norm_eps, self._embed_tokens.dtype
         residual = embed(batch.token_ids, self._embed_tokens, self._residual_dtype)  # [T, D]
         x = ops.rms_norm(residual, self._layers[0].input_norm, eps, dtype)
         last = len(self._layers) - 1

@@ -31,6 +31,10 @@ class ModelRunner:
         self._host = HostStore(self._caches)
 
     @property
+    def model(self) -> CausalLM:
+        return self._model
+
+    @property
     def caches(self) -> tuple[LayerCache, ...]:
         return self._caches
 
