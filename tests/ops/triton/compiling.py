@@ -120,7 +120,7 @@ def calls() -> Iterator[Callable[[], object]]:
 
 
 def delta_calls() -> Iterator[Callable[[], object]]:
-    """The delta rule's ops: a prompt, a short step and a long one; rows of the fused projection where layers pass them."""
+    """The delta rule's ops: a prompt, steps of few and of many requests; slices where layers pass them."""
     H, K, V, W = 32, 128, 128, 4
     D = 3 * H * K
     A_log, dt_bias, weight, state, taps = f32(H), f32(H, K), bf16(D, W), f32(4, H, K, V), bf16(4, D, W - 1)
