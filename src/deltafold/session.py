@@ -128,7 +128,7 @@ class Session:
         """`chat`, increment by increment; the caller hands the whole answer to `add_answer`."""
         added: ChatMessage = {"role": "user", "content": message} if isinstance(message, str) else message
         messages = [*self._messages, added]
-        stream = self._start(self.services.tokenizer.encode_chat(messages), params)
+        stream = self._start(self._chat_token_ids(messages), params)
         self._messages = messages
         return stream
 
@@ -218,6 +218,21 @@ class Session:
         except (QueueFullError, EngineClosedError):
             self._active = None
             raise
+
+    def _chat_token_ids(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """The prompt of a conversation. Of its past the session's own tokens, if they spell what the template makes
+        of it: an answer is seldom written in the tokens that its text would be encoded to, and the state is of them."""
+        tokenizer = self.services.tokenizer
+        rendered = tokenizer.encode_chat(messages)
+        if not self._token_ids or len(messages) < 2:
+            return rendered
+        past = tokenizer.encode_chat(messages[:-1], add_generation_prompt=False)
+        written = tokenizer.decode(self._token_ids, skip_special_tokens=False)
+        if rendered[: len(past)] == past:
+            for stop in (len(past), len(past) - 1):  # the model may not have come to write the answer's end token
+                if tokenizer.decode(past[:stop], skip_special_tokens=False) == written:
+                    return [*self._token_ids, *rendered[stop:]]
+        return rendered
 
     def _continues(self, token_ids: Sequence[int], num_saved: int) -> bool:
         """Whether the saved state is of the first of these tokens, and not of all of them."""
