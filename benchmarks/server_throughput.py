@@ -1,12 +1,12 @@
 """Output tokens a second through the server against the engine alone: same engine, same prompts, turn by turn.
 
-The server runs in this process over the engine that is measured alone; its client is a process of its own.
+The server runs in this process over the engine that is measured alone; its client is a process of its own. CPU time is
+there because it hardly depends on what else the machine does.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
 import statistics
@@ -14,20 +14,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-
-if __package__ in (None, ""):  # run as a script
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+from typing import Any
 
 import uvicorn
-from benchmarks.sse_client import Target, stream
 
 from deltafold import Engine, SamplingParams
 from deltafold.server.app import create_app
 
 WORDS = Path(__file__).read_text().split()
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One measurement: output tokens a second, and the CPU time of the engine's process, in ms a token."""
+
+    rate: float
+    cpu_ms: float
 
 
 def prompts(num: int) -> list[str]:
@@ -36,26 +43,26 @@ def prompts(num: int) -> list[str]:
     return [" ".join(draw.choices(WORDS, k=draw.randint(12, 40))) for _ in range(num)]
 
 
-def measure_engine(engine: Engine, texts: Sequence[str], num_tokens: int) -> float:
-    """Output tokens a second of all prompts at once, without a server."""
-    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
+def measure(answer: Callable[[], float], num_tokens: int) -> Speed:
+    """Speed of `answer`, which generates `num_tokens` and says how many seconds that took."""
+    cpu_start = time.process_time()
+    seconds = answer()
+    return Speed(num_tokens / seconds, 1000 * (time.process_time() - cpu_start) / num_tokens)
+
+
+def answer_alone(engine: Engine, texts: Sequence[str], max_tokens: int) -> float:
+    """Seconds that the engine takes for all prompts at once, without a server."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
     start = time.perf_counter()
     engine.complete(texts, params)
-    return len(texts) * num_tokens / (time.perf_counter() - start)
+    return time.perf_counter() - start
 
 
-async def measure_server(url: str, texts: Sequence[str], num_tokens: int) -> float:
-    """The same through `url`, one stream a prompt."""
-
-    async def consume(text: str) -> int:
-        body = {"prompt": text, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
-        async for _ in stream(Target(url), {**body, "stream_options": {"include_usage": True}}):
-            pass
-        return num_tokens
-
-    start = time.perf_counter()
-    total = sum(await asyncio.gather(*[consume(text) for text in texts]))
-    return total / (time.perf_counter() - start)
+def answer_through(url: str, texts: Sequence[str], max_tokens: int) -> float:
+    """Seconds that a client of `url` sees, one stream a prompt."""
+    bodies = [{"prompt": text, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0} for text in texts]
+    command = [sys.executable, str(Path(__file__).with_name("sse_client.py")), url]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True, input=json.dumps(bodies)).stdout)
 
 
 @contextmanager
@@ -73,43 +80,38 @@ def served(engine: Engine) -> Iterator[str]:
         thread.join()
 
 
-def client_process(url: str, num_streams: int, num_tokens: int) -> float:
-    """`measure_server` in a process of its own."""
-    command = [sys.executable, __file__, "--url", url, "--streams", str(num_streams), "--max-tokens", str(num_tokens)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
 def main() -> int:
-    """Prints both throughputs and their ratio as JSON; 1 if the ratio is below 0.9."""
+    """Prints both speeds and their ratio as JSON; 1 if the ratio of tokens a second is below 0.9."""
     parser = argparse.ArgumentParser(description="Compare the server's throughput with the engine's own.")
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--url", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    texts, num_tokens = prompts(arguments.streams), arguments.max_tokens
-    if arguments.url is not None:
-        print(asyncio.run(measure_server(arguments.url, texts, num_tokens)))
-        return 0
+    texts, max_tokens = prompts(arguments.streams), arguments.max_tokens
+    num_tokens = len(texts) * max_tokens
     alone, through = [], []
     with Engine.load(arguments.model, device=arguments.device, prefix_cache=False) as engine, served(engine) as url:
-        measure_engine(engine, texts, num_tokens)
-        client_process(url, arguments.streams, num_tokens)
-        for _ in range(arguments.rounds):
-            alone.append(measure_engine(engine, texts, num_tokens))
-            through.append(client_process(url, arguments.streams, num_tokens))
-    ratios = [server / engine_alone for server, engine_alone in zip(through, alone, strict=True)]
-    ratio = statistics.median(ratios)
-    figures = {
-        "streams": arguments.streams,
-        "engine_tokens_per_second": [round(rate, 1) for rate in alone],
-        "server_tokens_per_second": [round(rate, 1) for rate in through],
-        "median_ratio": round(ratio, 3),
+        for _ in range(arguments.rounds + 1):
+            alone.append(measure(partial(answer_alone, engine, texts, max_tokens), num_tokens))
+            through.append(measure(partial(answer_through, url, texts, max_tokens), num_tokens))
+    figures = summary(alone[1:], through[1:])  # the first round warms up
+    print(json.dumps({"streams": arguments.streams, "max_tokens": max_tokens, **figures}, indent=2))
+    return 0 if figures["median_ratio"] >= 0.9 else 1
+
+
+def summary(alone: Sequence[Speed], through: Sequence[Speed]) -> dict[str, Any]:
+    """Both speeds of every round, and the median of their ratios: above 1 the server is the faster one."""
+    pairs = list(zip(alone, through, strict=True))
+    return {
+        "engine_tokens_per_second": [round(speed.rate, 1) for speed in alone],
+        "server_tokens_per_second": [round(speed.rate, 1) for speed in through],
+        "median_ratio": round(statistics.median(server.rate / engine.rate for engine, server in pairs), 3),
+        "engine_cpu_ms_per_token": [round(speed.cpu_ms, 2) for speed in alone],
+        "server_cpu_ms_per_token": [round(speed.cpu_ms, 2) for speed in through],
+        "median_cpu_ratio": round(statistics.median(engine.cpu_ms / server.cpu_ms for engine, server in pairs), 3),
     }
-    print(json.dumps(figures, indent=2))
-    return 0 if ratio >= 0.9 else 1
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """A minimal HTTP client for streamed completions: raw sockets, so that measuring a server costs next to nothing.
 
-`server_load.py` and `server_throughput.py` use it.
+`server_load.py` imports it; `server_throughput.py` runs it as a script, so that client and engine share no process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -75,3 +77,19 @@ async def stream(target: Target, body: Mapping[str, Any], *, num_events: int | N
             raise StreamError(f"the stream ended without [DONE]: {tail!r}")
     finally:
         writer.close()
+
+
+async def time_streams(target: Target, bodies: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds until all of `bodies`, sent at once, are answered to the end."""
+
+    async def consume(body: Mapping[str, Any]) -> None:
+        async for _ in stream(target, body):
+            pass
+
+    start = time.perf_counter()
+    await asyncio.gather(*[consume(body) for body in bodies])
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":  # sse_client.py URL, with the bodies as a JSON list on stdin
+    print(asyncio.run(time_streams(Target(sys.argv[1]), json.load(sys.stdin))))
