@@ -111,6 +111,15 @@ def test_unusable_answers_are_refused(engine: Engine, response: httpx.Response, 
         source.complete([[1]], max_tokens=1, ignore_eos=False)
 
 
+def test_text_that_two_tokens_share_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    token_bytes = engine.token_bytes
+    monkeypatch.setattr(engine, "token_bytes", lambda i: b"shared" if i in (7, 8) else token_bytes(i), raising=False)
+    response = httpx.Response(200, json=completion(["shared"], [{"shared": -0.5}]))
+    source = ServerSource(BASE_URL, engine, served_model="m", client=answering(lambda _: response))
+    with pytest.raises(GoldenError, match="more than one token of the model's tokenizer has the text 'shared'"):
+        source.complete([[1]], max_tokens=1, ignore_eos=False)
+
+
 def test_unreachable_server_is_refused(engine: Engine) -> None:
     def refuse(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused", request=request)
