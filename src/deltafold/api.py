@@ -35,7 +35,7 @@ from deltafold.errors import DeltafoldError, DeviceError, NumericalError, Option
 from deltafold.intake import Intake
 from deltafold.loop import EngineLoop
 from deltafold.models import CausalLM, model_class
-from deltafold.ops import Backend, select
+from deltafold.ops import Backend, Ops, select
 from deltafold.progress import loading_bar
 from deltafold.runner.runner import ModelRunner
 from deltafold.scheduler.request import Request
@@ -133,7 +133,7 @@ class Engine:
     @classmethod
     def load(
         cls,
-        model: str = "builtin",
+        model: str | Path = "builtin",
         *,
         device: Literal["auto", "cpu", "cuda"] = "auto",
         dtype: Literal["auto", "float32", "bfloat16"] = "auto",
@@ -172,8 +172,9 @@ class Engine:
             CapacityError: the memory does not hold one request.
         """
         start = time.perf_counter()
-        if not isinstance(model, str):
-            raise OptionError(f"model must be a string, got {model!r}")
+        if not isinstance(model, str | Path):
+            raise OptionError(f"model must be a string or a path, got {model!r}")
+        model = str(model)
         torch_device = _resolve_device(device)
         backend_name = Backend(_choice("backend", "portable" if backend is None else backend, list(Backend)))
         residual = DTYPES[_choice("residual_dtype", residual_dtype, list(DTYPES))]
@@ -195,7 +196,7 @@ class Engine:
         kind = model_class(config.architecture)
         tokenizer = Tokenizer.from_folder(folder, vocab_size=config.vocab_size)
         torch_dtype = _resolve_dtype(dtype, config, torch_device)
-        ops = select(backend_name)
+        ops = _select_ops(backend_name)
         with loading_bar(show_progress) as on_progress:
             tensors = load_tensors(
                 folder,
@@ -301,7 +302,13 @@ class Engine:
         return restore(self._session_services(), path)
 
     def fork(self, session: Session) -> Session:
-        """A second session with the same past; the two share memory, and neither changes the other."""
+        """A second session with the same past; the two share memory, and neither changes the other.
+
+        Raises:
+            RequestError: the session is another engine's, or its last stream is not finished.
+        """
+        if session.services.loop is not self._loop:
+            raise RequestError("the session belongs to another engine; save it there and restore it here")
         return session.fork()
 
     def abort(self, request_id: str) -> bool:
@@ -465,6 +472,13 @@ def _resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> tor
         return DTYPES[dtype]
     # CPUs compute float32 faster than they emulate bfloat16; a float16 checkpoint widens without loss of range.
     return torch.float32 if device.type == "cpu" or config.dtype == "float32" else torch.bfloat16
+
+
+def _select_ops(backend: Backend) -> Ops:
+    try:
+        return select(backend)
+    except ImportError as error:
+        raise OptionError(f"backend {str(backend)!r} needs {error.name}, which is not installed") from error
 
 
 def _choice(name: str, value: str, choices: Sequence[str]) -> str:

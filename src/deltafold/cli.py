@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
-import math
 import sys
 import time
 import warnings
@@ -13,13 +13,25 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import deltafold
-from deltafold import DeltafoldError, DeltafoldWarning, Engine, RequestError, SamplingParams, TokenStream
+from deltafold import (
+    DeltafoldError,
+    DeltafoldWarning,
+    Engine,
+    OptionError,
+    RequestError,
+    SamplingParams,
+    Session,
+    TokenStream,
+)
 from deltafold.parity.arguments import add_arguments as add_parity_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. 0 on success, 2 on an error (one line on stderr), 130 when interrupted."""
     warnings.showwarning = _show_warning
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character shows its escape instead
+            stream.reconfigure(errors="backslashreplace")
     try:
         words = list(sys.argv[1:] if argv is None else argv)
         arguments = _parser(words).parse_args(words)
@@ -77,7 +89,12 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
     convert = _command(commands, "convert-tokenizer", _convert, "make a verified tokenizer.json of tiktoken ranks")
     convert.add_argument("model", type=Path, help="folder with tiktoken.model and tokenizer_config.json")
-    convert.add_argument("-o", "--output", type=Path, help="file to write (default: tokenizer.json in the folder)")
+    convert.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        help="file to write, replacing one that is there (default: tokenizer.json in the folder)",
+    )
     return parser
 
 
@@ -95,15 +112,20 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", default="auto", help="auto (default), float32 or bfloat16")
     group.add_argument("--residual-dtype", default="float32", help="float32 (default) or bfloat16")
     group.add_argument("--backend", help="which ops run: portable, triton or reference (default: the device's)")
-    group.add_argument("--max-num-seqs", type=int, default=64, help="most requests in one step")
-    group.add_argument("--max-num-batched-tokens", type=int, default=2048, help="most prompt tokens in one step")
+    group.add_argument("--max-num-seqs", type=int, default=64, help="most requests in one step (default: 64)")
+    group.add_argument(
+        "--max-num-batched-tokens", type=int, default=2048, help="most prompt tokens in one step (default: 2048)"
+    )
     group.add_argument("--max-model-len", type=int, help="most tokens of one request")
     group.add_argument("--memory", type=_byte_count, help="for cache blocks and state slots, e.g. 512MiB or 4GiB")
     group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
-    group.add_argument("--max-snapshots", type=int, default=64, help="most state snapshots on the device")
-    group.add_argument("--snapshot-interval", type=int, default=4096, help="tokens between snapshots in long prompts")
+    group.add_argument("--max-snapshots", type=int, default=64, help="most state snapshots on the device (default: 64)")
+    group.add_argument("--snapshot-interval", type=int, default=4096, help="tokens between snapshots (default: 4096)")
     group.add_argument(
-        "--host-memory", type=_byte_count, default=2**30, help="for more snapshots, preempted requests, sessions"
+        "--host-memory",
+        type=_byte_count,
+        default=2**30,
+        help="more snapshots, preempted requests, sessions (default: 1GiB)",
     )
 
 
@@ -111,10 +133,10 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int, help="most tokens to generate (default: up to the context limit)")
     group.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
-    group.add_argument("--top-k", type=int, default=0)
-    group.add_argument("--top-p", type=float, default=1.0)
-    group.add_argument("--min-p", type=float, default=0.0)
-    group.add_argument("--repetition-penalty", type=float, default=1.0)
+    group.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens (default: 0, all)")
+    group.add_argument("--top-p", type=float, default=1.0, help="keep this much probability (default: 1, all)")
+    group.add_argument("--min-p", type=float, default=0.0, help="drop tokens less likely than this share of the best")
+    group.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1 avoids seen tokens (default: 1)")
     group.add_argument("--seed", type=int, help="makes sampling reproducible")
     group.add_argument("--stop", action="append", default=[], help="a string that ends the text (repeatable)")
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
@@ -188,16 +210,32 @@ def _complete(arguments: argparse.Namespace) -> int:
 def _chat(arguments: argparse.Namespace) -> int:
     params = _sampling_params(arguments)
     path: Path | None = arguments.session
+    if path is not None and not path.absolute().parent.is_dir():
+        raise OptionError(f"--session {path}: there is no folder {path.absolute().parent}")
     with _load(arguments) as engine:
         session = engine.restore(path) if path is not None and path.exists() else engine.session()
-        if arguments.system is not None and not session.messages:
+        if arguments.system is not None:
+            if session.messages:
+                raise OptionError(f"--system is for a new conversation, and {path} holds one already")
             session.add_message({"role": "system", "content": arguments.system})
         while (line := _read_line()) is not None:
             if line.strip():
-                session.add_answer(_print_stream(session.stream_chat(line, params)))
-                if path is not None:
-                    session.save(path)
+                _answer(session, line, params, path)
     return 0
+
+
+def _answer(session: Session, line: str, params: SamplingParams, path: Path | None) -> None:
+    """One turn. What is wrong with this message alone ends neither the conversation nor the command on a terminal."""
+    try:
+        stream = session.stream_chat(line, params)
+    except RequestError as error:
+        if not sys.stdin.isatty():
+            raise
+        print(f"deltafold: error: {error}", file=sys.stderr)
+        return
+    session.add_answer(_print_stream(stream))
+    if path is not None:
+        session.save(path)
 
 
 def _read_line() -> str | None:
@@ -213,11 +251,13 @@ def _read_line() -> str | None:
 def _print_stream(stream: TokenStream) -> str:
     """Prints a completion as it comes, and a newline; returns its text."""
     parts = []
-    with stream:
-        for output in stream:
-            print(output.text, end="", flush=True)
-            parts.append(output.text)
-    print(flush=True)
+    try:
+        with stream:
+            for output in stream:
+                print(output.text, end="", flush=True)
+                parts.append(output.text)
+    finally:  # also when interrupted: what comes next on the terminal starts on a line of its own
+        print(flush=True)
     return "".join(parts)
 
 
@@ -262,17 +302,13 @@ def _byte_count(text: str) -> int:
         "GB": 10**9,
         "TB": 10**12,
     }
-    for unit, factor in units.items():
-        if text.endswith(unit):
-            number = float(text.removesuffix(unit))
-            if not math.isfinite(number):
-                raise argparse.ArgumentTypeError(f"must be a finite number of bytes, got {text!r}")
-            return int(number * factor)
+    unit = next((unit for unit in units if text.endswith(unit)), None)
     try:
-        return int(text)
-    except ValueError:
+        number = int(text) if unit is None else float(text.removesuffix(unit)) * units[unit]
+        return int(number)
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(
-            f"must be a number of bytes or end in {', '.join(units)}, got {text!r}"
+            f"must be a finite number of bytes or end in {', '.join(units)}, got {text!r}"
         ) from None
 
 

@@ -8,7 +8,8 @@ DeltafoldError
 ├── LoadError                             a model cannot be loaded
 │   ├── ConfigError                       config.json: key, value and limit
 │   ├── WeightsError                      safetensors: every tensor concerned
-│   └── TokenizerError                    tokenizer files or chat template
+│   ├── TokenizerError                    tokenizer files or chat template
+│   └── SessionError                      a session's file: another model, dtype or format, or damaged
 ├── GoldenError                           a golden run's file, or one that does not fit: the field concerned
 ├── OptionError (also a ValueError)       a wrong argument of Engine.load or the command line
 ├── DeviceError                           the device asked for is not there

@@ -73,12 +73,15 @@ class Intake:
             raise RequestError("the prompt is empty; at least 1 token is needed", param="prompt")
         for token_id in prompt:
             self._check_id(token_id, "prompt")
-        wanted = len(prompt) + (params.max_tokens or 1)
-        if wanted > self._max_model_len:
+        limit = self._max_model_len
+        if len(prompt) >= limit:
+            message = f"the prompt has {len(prompt)} tokens, which leaves none of max_model_len {limit} for an answer"
+            raise ContextLengthError(message, param="prompt")
+        if params.max_tokens is not None and len(prompt) + params.max_tokens > limit:
             raise ContextLengthError(
-                f"the prompt's {len(prompt)} tokens and max_tokens {params.max_tokens or 1} make {wanted}, "
-                f"and max_model_len is {self._max_model_len}",
-                param="max_tokens" if len(prompt) < self._max_model_len else "prompt",
+                f"the prompt's {len(prompt)} tokens and max_tokens {params.max_tokens} make "
+                f"{len(prompt) + params.max_tokens}, and max_model_len is {limit}",
+                param="max_tokens",
             )
         return tuple(prompt)
 

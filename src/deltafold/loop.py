@@ -36,6 +36,7 @@ class _Call(Generic[T]):
     future: Future[T]
 
     def run(self) -> None:
+        """A DeltafoldError is the caller's; anything else is a defect, which ends the loop."""
         try:
             self.future.set_result(self.function())
         except DeltafoldError as error:
@@ -139,12 +140,12 @@ class EngineLoop:
                 self._condition.wait()
             if self._is_closing:
                 return False
-            submissions, aborts, calls = list(self._submissions), list(self._aborts), list(self._calls)
+            submissions, aborts = list(self._submissions), list(self._aborts)
             self._submissions.clear()
             self._aborts.clear()
-            self._calls.clear()
-        for call in calls:
-            call.run()
+        while self._calls:
+            self._calls[0].run()  # still listed while it runs: one that raises must get the cause like the others
+            self._calls.popleft()
         for submission in submissions:
             for request in submission.requests:
                 self._core.add(request)

@@ -134,10 +134,11 @@ def test_min_p_one_keeps_all_the_best_and_only_them() -> None:
     assert set(sample(logits, rows_of(SamplingParams(min_p=1.0), range(200))).tolist()) == {1, 2}
 
 
-def test_top_p_reached_exactly_keeps_no_more() -> None:
-    logits = torch.tensor([[0.5, 0.25, 0.25]]).log().expand(200, 3).contiguous()
-    assert set(sample(logits, rows_of(SamplingParams(top_p=0.5), range(200))).tolist()) == {0}
-    assert set(sample(logits, rows_of(SamplingParams(top_p=0.51), range(200))).tolist()) == {0, 1}
+@pytest.mark.parametrize(("top_p", "num_kept"), [(0.25, 1), (0.26, 2), (0.5, 2), (0.51, 3), (0.75, 3), (0.76, 4)])
+def test_top_p_reached_exactly_keeps_no_more(top_p: float, num_kept: int) -> None:
+    """Four equal tokens are a quarter each without rounding; of equals the lower id is kept."""
+    drawn = sample(torch.zeros(200, 4), rows_of(SamplingParams(top_p=top_p), range(200))).tolist()
+    assert set(drawn) == set(range(num_kept))
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-38, 1e-42, 1e-60, 5e-324])

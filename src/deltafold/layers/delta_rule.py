@@ -32,9 +32,7 @@ def delta_rule(
         q, k, v, g, beta = q[n:], k[n:], v[n:], g[n:], beta[n:]
         if batch.snapshots is None:
             start_loc = batch.prefill_start_loc
-            outputs.append(
-                ops.chunked_delta_rule(q, k, v, g, beta, state, start_loc, slots[n:], has_initial_state[n:])
-            )
+            outputs.append(ops.chunked_delta_rule(q, k, v, g, beta, state, start_loc, slots[n:], has_initial_state[n:]))
         else:
             outputs.append(_in_two_stretches(q, k, v, g, beta, batch.snapshots, state, ops))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -52,9 +50,7 @@ def copy_taps(x: Tensor, conv_state: Tensor, batch: ForwardBatch) -> None:
 def _in_two_stretches(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: SnapshotPlan, state: Tensor, ops: Ops
 ) -> Tensor:
-    before = ops.chunked_delta_rule(
-        q, k, v, g, beta, state, plan.start_loc, plan.slots_before, plan.has_state_before
-    )
+    before = ops.chunked_delta_rule(q, k, v, g, beta, state, plan.start_loc, plan.slots_before, plan.has_state_before)
     state[plan.targets] = state[plan.sources]
     after = ops.chunked_delta_rule(q, k, v, g, beta, state, plan.start_loc, plan.slots_after, plan.has_state_after)
     return before + after  # each is zero where the other is not

@@ -136,9 +136,7 @@ def delta_prefill(
     """See `Ops.delta_prefill`; writes `recurrent_state`."""
     g = decay_gate(raw_gate, A_log, dt_bias)
     beta = torch.sigmoid(beta_logits.float())
-    return chunked_delta_rule(
-        q, k, v, g, beta, recurrent_state, query_start_loc, state_slots, has_initial_state
-    )
+    return chunked_delta_rule(q, k, v, g, beta, recurrent_state, query_start_loc, state_slots, has_initial_state)
 
 
 def delta_step(

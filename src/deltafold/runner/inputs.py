@@ -61,9 +61,7 @@ def logits_rows(item: ScheduledRequest) -> int:
     return item.num_scheduled_tokens if scores_prompt(item) else int(item.is_sampled)
 
 
-def _snapshots(
-    prefills: Sequence[ScheduledRequest], num_decodes: int, device: torch.device
-) -> SnapshotPlan | None:
+def _snapshots(prefills: Sequence[ScheduledRequest], num_decodes: int, device: torch.device) -> SnapshotPlan | None:
     if all(item.snapshot is None for item in prefills):
         return None
     starts, before, after, has_before = [0], [], [], []

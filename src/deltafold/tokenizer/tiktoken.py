@@ -134,7 +134,7 @@ def read_special_tokens(folder: Path, *, num_ranks: int, vocab_size: int) -> Spe
         raise TokenizerError(f"{folder / RANKS_FILE} has {num_ranks} ranks, the model's vocabulary {vocab_size}")
     table = special_tokens.collect(where, special_tokens.read_added_tokens(folder))
     if not table.ids:
-        raise TokenizerError(f"{where} has no added_tokens_decoder, so the special tokens are unknown")
+        raise TokenizerError(f"{where} is missing or has no added_tokens_decoder, so the special tokens are unknown")
     for name, token_id in table.ids.items():
         if token_id < num_ranks:
             raise TokenizerError(f"{where}: token {token_id} {name!r} collides with the ranks 0..{num_ranks - 1}")
@@ -274,7 +274,7 @@ def _write(output: Path, text: str) -> None:
         raise TokenizerError(f"cannot write {output}: {error}") from error
 
 
-def convert(folder: Path, output: Path | None = None) -> ConversionReport:
+def convert(folder: str | Path, output: str | Path | None = None) -> ConversionReport:
     """Make a tokenizer.json equal to the folder's tiktoken.model, verify it, and only then write it to `output`
     (tokenizer.json in the folder if None).
 
@@ -285,7 +285,8 @@ def convert(folder: Path, output: Path | None = None) -> ConversionReport:
         TokenizerError: malformed input, an `output` that cannot be written, or the first text whose ids differ
             (with both); then nothing was written.
     """
-    output = folder / JSON_FILE if output is None else output
+    folder = Path(folder)
+    output = folder / JSON_FILE if output is None else Path(output)
     if output.is_dir():
         raise TokenizerError(f"{output} cannot be written: it is a folder")
     tokens = read_ranks(folder / RANKS_FILE)

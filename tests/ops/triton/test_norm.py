@@ -22,12 +22,13 @@ def test_any_width(D, device, poisoned_memory):
 
 @on_triton
 def test_residual_is_rounded_once_and_the_norm_reads_the_rounded_one(device, poisoned_memory):
-    """1 + 2^-9 in bfloat16 is 1: the sum rounds to what is stored, and the norm is of that."""
-    x = torch.full((2, 64), 2.0**-9, dtype=torch.bfloat16, device=device)
-    residual = torch.ones(2, 64, dtype=torch.bfloat16, device=device)
-    out = norm.add_rms_norm(x, residual, torch.ones(64, device=device), 0.0, torch.float32)
-    assert torch.equal(residual, torch.ones_like(residual))
-    assert torch.equal(out, torch.ones_like(out))
+    """Sums that bfloat16 rounds back to the residual: it stays as it was, and the norm is of it alone."""
+    residual = 1 + torch.randint(0, 2, (2, 64), generator=generator(0)).bfloat16()
+    x = residual * 2.0**-9 * (torch.arange(64) % 2)
+    out_residual = residual.to(device, copy=True)
+    out = norm.add_rms_norm(x.to(device), out_residual, torch.ones(64, device=device), 0.0, torch.float32)
+    assert torch.equal(out_residual.cpu(), residual)
+    assert relative_error(out, reference.rms_norm(residual, torch.ones(64), 0.0, torch.float32)) < 1e-6
 
 
 @on_triton
