@@ -89,14 +89,9 @@ def test_stop_options(run: Run, model: list[str], engine: Engine) -> None:
 def test_chat_on_piped_input_keeps_the_conversation(run: Run, model: list[str], engine: Engine) -> None:
     status, out, err = run("chat", *model, *GREEDY, "--system", "Be brief.", stdin="Who?\n\nÅnd whý?\n".encode())
     assert (status, err) == (0, "")
-    messages = [{"role": "system", "content": "Be brief."}]
-    expected = ""
-    for line in ("Who?", "Ånd whý?"):
-        messages.append({"role": "user", "content": line})
-        answer = engine.chat(messages, PARAMS).text
-        messages.append({"role": "assistant", "content": answer})
-        expected += answer + "\n"
-    assert out == expected
+    session = engine.session()
+    session.add_message({"role": "system", "content": "Be brief."})
+    assert out == "".join(session.chat(line, PARAMS).text + "\n" for line in ("Who?", "Ånd whý?"))
 
 
 def test_describe_is_json(run: Run, model: list[str]) -> None:
