@@ -366,10 +366,11 @@ def change_config(folder: Path, **values: object) -> None:
 
 def test_35_missing_and_foreign_tensors_are_named_together(folder: Path) -> None:
     missing = ("model.layers.0.self_attn.A_log", "model.layers.2.self_attn.kv_b_proj.weight")
-    change_tensors(folder, dict.fromkeys(missing) | {"model.layers.1.self_attn.q_proj.weight_scale": torch.ones(1)})
+    foreign = ("model.layers.1.self_attn.q_norm.weight", "model.layers.1.self_attn.q_proj.weight_scale")
+    change_tensors(folder, dict.fromkeys(missing) | {name: torch.ones(1) for name in foreign})
     with pytest.raises(WeightsError) as caught:
         Engine.load(str(folder), device="cpu")
-    for name in (*missing, "model.layers.1.self_attn.q_proj.weight_scale"):
+    for name in (*missing, *foreign):
         assert name in str(caught.value)
 
 
