@@ -9,7 +9,7 @@ import pytest
 from tests.server.driving import CHAT, COMPLETIONS, post, request, user
 from tests.server.fake_engine import FakeEngine
 
-from deltafold import OptionError
+from deltafold import OptionError, RequestError
 from deltafold.server import middleware
 from deltafold.server.app import create_app
 
@@ -136,6 +136,18 @@ def test_no_log_has_text_of_prompts_or_answers(caplog):
         lambda: post(app, COMPLETIONS, prompt={"a private": "question"}),
     )
     assert len(caplog.records) >= 8
+    assert "private" not in caplog.text
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_the_log_names_an_error_without_its_message(caplog, is_stream):
+    class Quoting(FakeEngine):
+        def _submit(self, prompts, params, request_id):
+            raise RequestError(f"cannot take {self.decode(prompts[0])!r}")
+
+    app = create_app(Quoting())
+    line, _ = logged(caplog, lambda: post(app, COMPLETIONS, prompt="a private question", stream=is_stream))
+    assert (line["outcome"], line["error"]) == ("error", "RequestError")
     assert "private" not in caplog.text
 
 
