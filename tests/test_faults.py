@@ -157,12 +157,13 @@ class FailingRunner(RecordingRunner):
         super().__init__(runner.recorder.model, runner.caches)
         self.failing_steps = failing_steps
         self.num_calls = 0
+        self.error: Exception = torch.OutOfMemoryError("injected")
 
     def execute(self, output: SchedulerOutput) -> Mapping[str, object]:  # type: ignore[override]
         self.num_calls += 1
         if self.num_calls in self.failing_steps:
             super().execute(output)
-            raise torch.OutOfMemoryError("injected")
+            raise self.error
         return super().execute(output)
 
 
@@ -170,6 +171,29 @@ def failing(stepper: Stepper, *failing_steps: int) -> FailingRunner:
     runner = FailingRunner(stepper.runner, set(failing_steps))
     stepper.core._runner = runner
     return runner
+
+
+def out_of_host_memory() -> RuntimeError:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    return caught.value
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("injected"), MemoryError("injected"), out_of_host_memory()])
+def test_12_every_kind_of_running_out_is_recognised(tiny: LoadedModel, error: Exception) -> None:
+    stepper = Stepper(tiny)
+    failing(stepper, 1).error = error
+    request = stepper.add(random_prompt(36, 20), EIGHT)
+    stepper.run()
+    assert request.finish_reason is FinishReason.LENGTH
+
+
+def test_another_error_of_a_step_is_not_taken_for_it(tiny: LoadedModel) -> None:
+    stepper = Stepper(tiny)
+    failing(stepper, 1).error = RuntimeError("a defect")
+    stepper.add(random_prompt(36, 20), EIGHT)
+    with pytest.raises(RuntimeError, match="a defect"):
+        stepper.run()
 
 
 @pytest.mark.parametrize("step", [1, 2, 4])

@@ -503,3 +503,17 @@ def test_chat_continues_from_its_state(make_engine: Callable[..., Engine]) -> No
     assert [m["role"] for m in session.messages] == ["user", "assistant"] * 3
     assert usages[0].num_cached_tokens == 0
     assert usages[1].num_prompt_tokens > usages[0].num_prompt_tokens + usages[0].num_output_tokens
+
+
+def test_a_dropped_stream_leaves_the_session_as_it_was(make_engine) -> None:
+    """Also where the collector runs on the engine's thread: dropping must not wait."""
+    engine = make_engine()
+    session = engine.session()
+    before = session.complete(random_prompt(90, 70), SamplingParams(max_tokens=4, temperature=0)).token_ids
+    tokens = session.token_ids
+    stream = session.stream(random_prompt(91, 30), SamplingParams(max_tokens=400, temperature=0, ignore_eos=True))
+    next(stream)
+    engine._loop.call(stream.__del__)
+    assert session.token_ids == tokens
+    assert len(before) == 4
+    assert session.complete([], SamplingParams(max_tokens=2, temperature=0)).usage.num_output_tokens == 2

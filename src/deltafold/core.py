@@ -77,7 +77,9 @@ class EngineCore:
         counts = {item.request.key: item.request.num_output_tokens for item in output.scheduled}
         try:
             results = self._runner.execute(output)
-        except (MemoryError, torch.OutOfMemoryError):
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
             self._scheduler.requeue_failed(output)
             return [self._last(item.request) for item in output.scheduled if _is_finished(item.request)]
         self._scheduler.update(output, results)
@@ -113,6 +115,11 @@ class EngineCore:
         """Closes a finished request: what its detokenizer held back."""
         text = self._detokenizers.pop(request.key).flush()
         return Increment(request, text, (), (), is_last=True)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # On the CPU torch says it with a bare RuntimeError.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _is_finished(request: Request) -> bool:

@@ -73,6 +73,13 @@ class SessionStream(TokenStream):
             while not self.is_finished:
                 self.get()
 
+    def __del__(self) -> None:
+        # The collector may run this on the engine's own thread, which must not wait for itself: nothing is taken over.
+        if hasattr(self, "_num_unfinished") and not self.is_finished:
+            self.request.keeps_state = False
+            self._session.abandon(self.request)
+            self._loop.abort(self._request_id)
+
 
 class Session:
     """Made by `Engine.session`, `Engine.fork` or `Engine.restore`. One request at a time; not for several threads."""
@@ -200,6 +207,11 @@ class Session:
         if saved is not None:
             with contextlib.suppress(EngineClosedError):  # then all its memory is gone
                 self.services.loop.call(lambda: self.services.core.scheduler.cache.release_host(saved.host_id))
+
+    def abandon(self, request: Request) -> None:
+        """Not public: a stream was dropped unfinished; the session stays at what it was before."""
+        if self._active is request:
+            self._active = None
 
     def _start(self, token_ids: Sequence[int], params: SamplingParams | None) -> SessionStream:
         self._check_idle()

@@ -183,6 +183,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"gate_lower_bound": -5.0}, "not supported: gate_lower_bound = -5.0"),
     ({"sliding_window": 4096, "mystery": True}, "sliding_window.*mystery"),
     ({"num_key_value_heads": 8}, "num_key_value_heads = 8: must equal num_attention_heads = 32"),
+    ({"attention_bias": True}, "attention_bias = True: must be false"),
     ({"qk_head_dim": 128}, "qk_head_dim = 128: must be .* = 192"),
     ({"num_expert_group": 3}, "num_expert_group = 3: must divide num_experts = 256"),
     ({"num_expert_group": 256}, "num_expert_group = 256: leaves one expert"),

@@ -61,7 +61,6 @@ class MlaConfig:
     qk_nope_head_dim: int
     qk_rope_head_dim: int  # P
     v_head_dim: int  # V
-    attention_bias: bool
     latent_norm_eps: float = 1e-6  # of kv_a_layernorm and q_a_layernorm; the format has no key for it
 
     @property
@@ -320,6 +319,8 @@ def _kimi_mla(reader: ConfigReader) -> MlaConfig:
     num_kv_heads = reader.integer("num_key_value_heads", default=num_heads)
     if num_kv_heads != num_heads:
         raise reader.error("num_key_value_heads", num_kv_heads, f"must equal num_attention_heads = {num_heads}")
+    if reader.boolean("attention_bias", default=False):
+        raise reader.error("attention_bias", True, "must be false: projections with a bias are not supported")
     mla = MlaConfig(
         num_heads=num_heads,
         q_lora_rank=reader.integer("q_lora_rank", default=None),
@@ -327,7 +328,6 @@ def _kimi_mla(reader: ConfigReader) -> MlaConfig:
         qk_nope_head_dim=reader.integer("qk_nope_head_dim"),
         qk_rope_head_dim=reader.integer("qk_rope_head_dim"),
         v_head_dim=reader.integer("v_head_dim"),
-        attention_bias=reader.boolean("attention_bias", default=False),
     )
     qk_head_dim = reader.integer("qk_head_dim", default=mla.qk_head_dim)
     if qk_head_dim != mla.qk_head_dim:
