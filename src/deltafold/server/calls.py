@@ -190,9 +190,12 @@ class Call:
         request_log.info("%s", json.dumps(line))
 
 
+# a NaN that came this far is a defect, and clients could not parse it
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False)
+
+
 def _dumps(value: Any) -> bytes:
-    # a NaN that came this far is a defect, and clients could not parse it
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    return _ENCODER.encode(value).encode()
 
 
 async def _next_of(stream: AsyncIterator[TokenOutput]) -> TokenOutput | None:
