@@ -152,7 +152,7 @@ def check_case(case: Case, backend: str, device: str) -> None:
     results = as_tuple(getattr(select(backend), case.op)(*args))
     tolerance = TOLERANCE[Backend(backend), case.dtype]
     if backend == Backend.TRITON and device == "cpu" and case.dtype == BF16:
-        tolerance *= 2  # the interpreter truncates to bfloat16 where a GPU rounds
+        tolerance *= 3  # the interpreter truncates to bfloat16, at every step, where a GPU rounds
     assert len(results) == len(expected)
     for i, (actual, wanted) in enumerate(zip(results, expected, strict=True)):
         assert_near(actual, wanted, tolerance, f"{case.op} {case.name}, result {i}")
