@@ -9,6 +9,7 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -348,7 +349,7 @@ class Engine:
                 "architecture": self._config.architecture,
                 "num_hidden_layers": self._config.num_hidden_layers,
                 "vocab_size": self._config.vocab_size,
-                "fingerprint": self._fingerprint(),
+                "fingerprint": self._fingerprint,
                 "load_seconds": round(resolved.load_seconds, 3),
             },
             "device": str(resolved.device),
@@ -411,9 +412,10 @@ class Engine:
             core=self._core,
             tokenizer=self._tokenizer,
             make_request=lambda token_ids, params: self._intake.make([token_ids], params)[0],
-            identity=lambda: {"fingerprint": self._fingerprint(), "dtype": _dtype_name(self._resolved.dtype)},
+            identity=lambda: {"fingerprint": self._fingerprint, "dtype": _dtype_name(self._resolved.dtype)},
         )
 
+    @cached_property
     def _fingerprint(self) -> str:
         return fingerprint(self._resolved.folder)
 

@@ -20,9 +20,6 @@ from deltafold.layers.basic import fused_rows_spec, norm_spec
 from deltafold.layers.batch import ForwardBatch
 from deltafold.ops import Ops
 
-LATENT_NORM_EPS = 1e-6
-"""Of `kv_a_layernorm` and `q_a_layernorm`: the format fixes it, whatever `rms_norm_eps` says."""
-
 
 @dataclass(frozen=True, slots=True)
 class Mla:
@@ -85,9 +82,9 @@ class Mla:
             [fused.shape[-1] - config.latent_dim, config.kv_lora_rank, config.qk_rope_head_dim], dim=-1
         )
         if self.q_norm is not None and self.q_b is not None:
-            q = F.linear(ops.rms_norm(q, self.q_norm, LATENT_NORM_EPS, x.dtype), self.q_b)
+            q = F.linear(ops.rms_norm(q, self.q_norm, config.latent_norm_eps, x.dtype), self.q_b)
         q = q.unflatten(-1, (config.num_heads, config.qk_head_dim))  # [T, H, nope + P]
-        kv_c = ops.rms_norm(kv_c, self.kv_norm, LATENT_NORM_EPS, x.dtype)
+        kv_c = ops.rms_norm(kv_c, self.kv_norm, config.latent_norm_eps, x.dtype)
         ops.latent_store(kv_c, k_pe, cache.latent_cache, batch.slot_mapping)
         outputs = []
         if batch.num_decodes:
