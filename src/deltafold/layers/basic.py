@@ -53,7 +53,7 @@ class SwiGlu:
 
     def forward(self, x: Tensor, ops: Ops) -> Tensor:
         """x [T, D] -> [T, D]."""
-        return F.linear(ops.silu_and_mul(F.linear(x, self.gate_up)), self.down)
+        return ops.linear(ops.silu_and_mul(ops.linear(x, self.gate_up, x.dtype)), self.down, x.dtype)
 
 
 def embed(token_ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

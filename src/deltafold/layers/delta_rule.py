@@ -1,56 +1,118 @@
-"""The delta rule over a step: decodes by the recurrence, prefills by chunks, with states copied aside on the way.
+"""A delta-rule layer between its projections: convolution, gates, recurrence, gated norm, with states copied aside.
 
-Shared by the models with recurrent state; `ops/` has the kernels. A prefill that copies its state aside at a boundary
-is computed as two stretches, up to the boundary and from there on, the other one padded away each time.
+Decodes take one fused op; prefills go by chunks. Shared by the models with recurrent state; `ops/` has the kernels. A
+prefill that copies its state aside at a boundary is computed as two stretches, up to the boundary and from there on,
+the other one padded away each time.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from deltafold.cache.memory import LayerCache
 from deltafold.layers.batch import ForwardBatch, SnapshotPlan
-from deltafold.ops import Ops
+from deltafold.ops import Activation, Ops
 
 
-def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, batch: ForwardBatch, state: Tensor, ops: Ops
+@dataclass(frozen=True, slots=True)
+class DeltaProjections:
+    """What a step's tokens bring to a delta-rule layer."""
+
+    qkv: Tensor  # [T, D], D = 2 * H * K + HV * V: before the convolution
+    raw_gate: Tensor  # [T, HV, K] (KDA) or [T, HV] (GDN): before bias and softplus
+    beta_logits: Tensor  # [T, HV]
+    out_gate: Tensor  # [T, HV, V]: before its activation
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """What a delta-rule layer has besides its projections."""
+
+    conv: Tensor  # [D, W]
+    A_log: Tensor  # [HV] float32
+    dt_bias: Tensor  # [HV, K] (KDA) or [HV] (GDN) float32
+    norm: Tensor  # [V]
+    eps: float
+    activation: Activation
+
+
+def delta_attention(
+    inputs: DeltaProjections, weights: DeltaWeights, batch: ForwardBatch, cache: LayerCache, ops: Ops
 ) -> Tensor:
-    """q, k [T, H, K]; v [T, HV, V]; g [T, HV, K] or [T, HV]; beta [T, HV]; state [S, HV, K, V], in place.
-    Returns [T, HV, V]."""
+    """[T, HV, V], what the output projection takes; updates the layer's convolution taps and recurrent states."""
+    if cache.recurrent_state is None or cache.conv_state is None:
+        raise ValueError("a delta-rule layer got a cache without state")
     n = batch.num_decodes
-    slots, has_initial_state = batch.state_slots, batch.has_initial_state
     outputs = []
     if n > 0:
-        start_loc = batch.query_start_loc[: n + 1]
         outputs.append(
-            ops.recurrent_delta_rule(
-                q[:n], k[:n], v[:n], g[:n], beta[:n], state, start_loc, slots[:n], has_initial_state[:n]
+            ops.delta_step(
+                inputs.qkv[:n],
+                weights.conv,
+                cache.conv_state,
+                inputs.raw_gate[:n],
+                inputs.beta_logits[:n],
+                weights.A_log,
+                weights.dt_bias,
+                inputs.out_gate[:n],
+                weights.norm,
+                weights.eps,
+                weights.activation,
+                cache.recurrent_state,
+                batch.state_slots[:n],
+                batch.has_initial_state[:n],
             )
         )
     if n < batch.num_requests:
-        q, k, v, g, beta = q[n:], k[n:], v[n:], g[n:], beta[n:]
-        if batch.snapshots is None:
-            start_loc = batch.prefill_start_loc
-            outputs.append(ops.chunked_delta_rule(q, k, v, g, beta, state, start_loc, slots[n:], has_initial_state[n:]))
-        else:
-            outputs.append(_in_two_stretches(q, k, v, g, beta, batch.snapshots, state, ops))
+        o = _prefill(inputs, weights, batch, cache.conv_state, cache.recurrent_state, ops)
+        outputs.append(ops.gated_rms_norm(o, inputs.out_gate[n:], weights.norm, weights.eps, weights.activation))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def copy_taps(x: Tensor, conv_state: Tensor, batch: ForwardBatch) -> None:
-    """The convolution's part of the snapshots: `conv_state [S, D, W - 1]` of their slots becomes the last W - 1 inputs
-    before the boundary. x [T, D] are the step's inputs; a boundary has at least one whole chunk before it."""
-    if batch.snapshots is not None:
-        offsets = torch.arange(-conv_state.shape[2], 0, device=x.device)
-        rows = batch.snapshots.boundaries[:, None] + offsets  # [M, W - 1]
-        conv_state[batch.snapshots.targets] = x[rows].transpose(1, 2)
-
-
-def _in_two_stretches(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: SnapshotPlan, state: Tensor, ops: Ops
+def _prefill(
+    inputs: DeltaProjections,
+    weights: DeltaWeights,
+    batch: ForwardBatch,
+    conv_state: Tensor,
+    state: Tensor,
+    ops: Ops,
 ) -> Tensor:
-    before = ops.chunked_delta_rule(q, k, v, g, beta, state, plan.start_loc, plan.slots_before, plan.has_state_before)
+    """The rule over the step's prefills, [T - num_decodes, HV, V]."""
+    n = batch.num_decodes
+    HV, K, V = state.shape[1:]
+    slots, has_initial_state = batch.state_slots[n:], batch.has_initial_state[n:]
+    _copy_taps(inputs.qkv, conv_state, batch.snapshots)
+    mixed = ops.causal_conv(
+        inputs.qkv[n:], weights.conv, conv_state, batch.prefill_start_loc, slots, has_initial_state
+    )
+    q_columns = (mixed.shape[1] - HV * V) // 2
+    q, k, v = mixed.split([q_columns, q_columns, HV * V], dim=-1)
+    arguments = (
+        q.unflatten(-1, (-1, K)),
+        k.unflatten(-1, (-1, K)),
+        v.unflatten(-1, (HV, V)),
+        inputs.raw_gate[n:],
+        inputs.beta_logits[n:],
+        weights.A_log,
+        weights.dt_bias,
+        state,
+    )
+    plan = batch.snapshots
+    if plan is None:
+        return ops.delta_prefill(*arguments, batch.prefill_start_loc, slots, has_initial_state)
+    before = ops.delta_prefill(*arguments, plan.start_loc, plan.slots_before, plan.has_state_before)
     state[plan.targets] = state[plan.sources]
-    after = ops.chunked_delta_rule(q, k, v, g, beta, state, plan.start_loc, plan.slots_after, plan.has_state_after)
+    after = ops.delta_prefill(*arguments, plan.start_loc, plan.slots_after, plan.has_state_after)
     return before + after  # each is zero where the other is not
+
+
+def _copy_taps(qkv: Tensor, conv_state: Tensor, plan: SnapshotPlan | None) -> None:
+    """The convolution's part of the snapshots: `conv_state [S, D, W - 1]` of their slots becomes the last W - 1 inputs
+    before the boundary. qkv [T, D] are the step's inputs; a boundary has at least one whole chunk before it."""
+    if plan is not None:
+        offsets = torch.arange(-conv_state.shape[2], 0, device=qkv.device)
+        rows = plan.boundaries[:, None] + offsets  # [M, W - 1]
+        conv_state[plan.targets] = qkv[rows].transpose(1, 2)

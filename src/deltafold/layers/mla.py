@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deltafold.cache.memory import LayerCache, LayerSpec
@@ -77,12 +76,12 @@ class Mla:
         config = self.config
         if cache.latent_cache is None:
             raise ValueError("a latent attention layer got a cache without latent_cache")
-        fused = F.linear(x, self.in_proj)
+        fused = ops.linear(x, self.in_proj, x.dtype)
         q, kv_c, k_pe = fused.split(
             [fused.shape[-1] - config.latent_dim, config.kv_lora_rank, config.qk_rope_head_dim], dim=-1
         )
         if self.q_norm is not None and self.q_b is not None:
-            q = F.linear(ops.rms_norm(q, self.q_norm, config.latent_norm_eps, x.dtype), self.q_b)
+            q = ops.linear(ops.rms_norm(q, self.q_norm, config.latent_norm_eps, x.dtype), self.q_b, x.dtype)
         q = q.unflatten(-1, (config.num_heads, config.qk_head_dim))  # [T, H, nope + P]
         kv_c = ops.rms_norm(kv_c, self.kv_norm, config.latent_norm_eps, x.dtype)
         ops.latent_store(kv_c, k_pe, cache.latent_cache, batch.slot_mapping)
@@ -92,18 +91,11 @@ class Mla:
         if batch.num_decodes < batch.num_requests:
             outputs.append(self._prefill(q[batch.num_decodes :], batch, cache.latent_cache, ops))
         attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return F.linear(attended.flatten(1), self.o_proj)
+        return ops.linear(attended.flatten(1), self.o_proj, x.dtype)
 
     def _decode(self, q: Tensor, batch: ForwardBatch, latent_cache: Tensor, ops: Ops) -> Tensor:
-        nope, rank = self.config.qk_nope_head_dim, self.config.kv_lora_rank
         n = batch.num_decodes
-        q_nope, q_pe = q.split([nope, self.config.qk_rope_head_dim], dim=-1)
-        q_latent = torch.bmm(q_nope.transpose(0, 1), self.kv_b[:, :nope])  # [H, N, R]
-        absorbed = torch.cat([q_latent.transpose(0, 1), q_pe], dim=-1)  # [N, H, R + P]
-        o_latent = ops.mla_decode(
-            absorbed, latent_cache, batch.seq_lens[:n], batch.block_table[:n], rank, self._scale
-        )  # [N, H, R]
-        return torch.bmm(o_latent.transpose(0, 1), self.kv_b[:, nope:].transpose(1, 2)).transpose(0, 1)  # [N, H, V]
+        return ops.mla_step(q, self.kv_b, latent_cache, batch.seq_lens[:n], batch.block_table[:n], self._scale)
 
     def _prefill(self, q: Tensor, batch: ForwardBatch, latent_cache: Tensor, ops: Ops) -> Tensor:
         n = batch.num_decodes

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deltafold.checkpoint.config import MoeConfig
@@ -35,7 +34,7 @@ class Moe:
     """E routed experts of width I and the shared ones, of which a folded one is expert E."""
 
     config: MoeConfig
-    router: Tensor  # [E, D] float32
+    router: Tensor  # [E, D]; its logits are summed and kept in float32
     router_bias: Tensor | None  # [E] float32
     w13: Tensor  # [E or E + 1, 2 * I, D]
     w2: Tensor  # [E or E + 1, D, I]
@@ -52,7 +51,7 @@ class Moe:
             w13.append(Source((layer + names.up.format(e=e),), (I, D), (e, slice(I, 2 * I))))
             w2.append(Source((layer + names.down.format(e=e),), (D, I), (e,)))
         table = {
-            f"{prefix}router": TensorSpec((E, D), (Source((layer + names.router,), (E, D)),), torch.float32),
+            f"{prefix}router": TensorSpec((E, D), (Source((layer + names.router,), (E, D)),)),
         }
         if names.router_bias is not None:
             bias = Source((layer + names.router_bias,), (E,))
@@ -83,9 +82,12 @@ class Moe:
     def forward(self, x: Tensor, ops: Ops) -> Tensor:
         """x [T, D] -> [T, D]."""
         config = self.config
-        weights, ids = ops.route(
-            F.linear(x.float(), self.router),
+        y = ops.routed_experts(
+            x,
+            ops.linear(x, self.router, torch.float32),
             self.router_bias,
+            self.w13,
+            self.w2,
             config.num_experts_per_token,
             config.scoring,
             config.num_groups,
@@ -93,8 +95,4 @@ class Moe:
             config.renormalize,
             config.routed_scaling_factor,
         )
-        if config.num_shared_experts == 1:
-            weights = F.pad(weights, (0, 1), value=1.0)
-            ids = F.pad(ids, (0, 1), value=config.num_experts)
-        y = ops.grouped_experts(x, self.w13, self.w2, weights, ids)
         return y if self.shared is None else y + self.shared.forward(x, ops)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deltafold.cache.memory import LayerCache, LayerSpec
@@ -24,7 +23,7 @@ from deltafold.checkpoint.weights import Init, ParameterTable, Source, TensorSpe
 from deltafold.errors import ConfigError
 from deltafold.layers.basic import SwiGlu, embed, fused_rows_spec, norm_spec
 from deltafold.layers.batch import ForwardBatch
-from deltafold.layers.delta_rule import copy_taps, delta_rule
+from deltafold.layers.delta_rule import DeltaProjections, DeltaWeights, delta_attention
 from deltafold.layers.mla import Mla
 from deltafold.layers.moe import Moe, MoeNames
 from deltafold.ops import Ops
@@ -47,14 +46,10 @@ class KimiDeltaAttention:
     gate, then beta."""
 
     config: LinearAttentionConfig
-    eps: float
     in_proj: Tensor  # [D + 2 * K + HV, hidden], D = conv_dim
-    conv: Tensor  # [D, W]
     f_b: Tensor  # [HV * K, K]
     g_b: Tensor  # [HV * V, V]
-    A_log: Tensor  # [HV] float32
-    dt_bias: Tensor  # [HV, K] float32
-    o_norm: Tensor  # [V]
+    weights: DeltaWeights
     o_proj: Tensor  # [hidden, HV * V]
 
     @staticmethod
@@ -94,35 +89,36 @@ class KimiDeltaAttention:
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], prefix: str, config: LinearAttentionConfig, eps: float
     ) -> KimiDeltaAttention:
-        names = ("in_proj", "conv", "f_b", "g_b", "A_log", "dt_bias", "o_norm", "o_proj")
-        return cls(config, eps, **{name: tensors[f"{prefix}{name}"] for name in names})
+        return cls(
+            config=config,
+            in_proj=tensors[f"{prefix}in_proj"],
+            f_b=tensors[f"{prefix}f_b"],
+            g_b=tensors[f"{prefix}g_b"],
+            weights=DeltaWeights(
+                conv=tensors[f"{prefix}conv"],
+                A_log=tensors[f"{prefix}A_log"],
+                dt_bias=tensors[f"{prefix}dt_bias"],
+                norm=tensors[f"{prefix}o_norm"],
+                eps=eps,
+                activation="sigmoid",
+            ),
+            o_proj=tensors[f"{prefix}o_proj"],
+        )
 
     def forward(self, x: Tensor, batch: ForwardBatch, cache: LayerCache, ops: Ops) -> Tensor:
         """x [T, hidden] -> [T, hidden]; updates convolution taps and recurrent state."""
         config = self.config
         HV, K, V = config.num_value_heads, config.key_head_dim, config.value_head_dim
-        if cache.recurrent_state is None or cache.conv_state is None:
-            raise ValueError("a delta attention layer got a cache without state")
-        fused = F.linear(x, self.in_proj)
-        qkv, f_low, g_low, b = fused.split([config.conv_dim, K, V, HV], dim=-1)
-        copy_taps(qkv, cache.conv_state, batch)
-        qkv = ops.causal_conv(
-            qkv, self.conv, cache.conv_state, batch.query_start_loc, batch.state_slots, batch.has_initial_state
+        fused = ops.linear(x, self.in_proj, x.dtype)
+        qkv, f_low, g_low, beta_logits = fused.split([config.conv_dim, K, V, HV], dim=-1)
+        inputs = DeltaProjections(
+            qkv=qkv,
+            raw_gate=ops.linear(f_low, self.f_b, x.dtype).unflatten(-1, (HV, K)),
+            beta_logits=beta_logits,
+            out_gate=ops.linear(g_low, self.g_b, x.dtype).unflatten(-1, (HV, V)),
         )
-        q, k, v = qkv.split([config.num_key_heads * K, config.num_key_heads * K, HV * V], dim=-1)
-        g = ops.decay_gate(F.linear(f_low, self.f_b).unflatten(-1, (HV, K)), self.A_log, self.dt_bias)
-        o = delta_rule(
-            q.unflatten(-1, (-1, K)),
-            k.unflatten(-1, (-1, K)),
-            v.unflatten(-1, (-1, V)),
-            g,
-            torch.sigmoid(b.float()),
-            batch,
-            cache.recurrent_state,
-            ops,
-        )
-        gate = F.linear(g_low, self.g_b).unflatten(-1, (HV, V))
-        return F.linear(ops.gated_rms_norm(o, gate, self.o_norm, self.eps, "sigmoid").flatten(1), self.o_proj)
+        o = delta_attention(inputs, self.weights, batch, cache, ops)
+        return ops.linear(o.flatten(1), self.o_proj, x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +202,7 @@ class KimiLinear:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [L, D] -> logits [L, vocab] float32."""
-        return F.linear(hidden, self._lm_head).float()
+        return self.ops.linear(hidden, self._lm_head, torch.float32)
 
     def _layer(self, i: int, tensors: Mapping[str, Tensor]) -> DecoderLayer:
         config = self.config
