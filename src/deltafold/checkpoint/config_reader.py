@@ -153,6 +153,10 @@ class ConfigReader:
             shown = "null" if expected is None else repr(expected)
             raise self.error(key, value, f"is not supported, only {shown} is")
 
+    def skip(self, *keys: str) -> None:
+        """Counts keys as read whatever they say."""
+        self._read.update(keys)
+
     def refuse_unread(self, harmless: frozenset[str]) -> None:
         """Refuses every key that was not read, unless it is in `harmless` or says nothing (null, false or empty)."""
         unknown = [

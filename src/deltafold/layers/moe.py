@@ -92,6 +92,7 @@ class Moe:
             config.scoring,
             config.num_groups,
             config.top_k_groups,
+            config.best_per_group,
             config.renormalize,
             config.routed_scaling_factor,
         )

@@ -105,8 +105,8 @@ def calls() -> Iterator[Callable[[], object]]:
     D, H, R, P, K, V, E, width = 2304, 32, 512, 64, 128, 128, 16, 1024
     w13, w2, kv_b = bf16(E + 1, 2 * width, D), bf16(E + 1, D, width), bf16(H, K + V, R)
     for T in (1, 8, 40, 100, 400, 8192):
-        yield lambda T=T: ops.routed_experts(bf16(T, D), f32(T, E), f32(E), w13, w2, 8, "sigmoid", 1, 1, True, 2.0)
-    yield lambda: ops.route(f32(3, 64), None, 6, "softmax", 8, 3, False, 1.0)
+        yield lambda T=T: ops.routed_experts(bf16(T, D), f32(T, E), f32(E), w13, w2, 8, "sigmoid", 1, 1, 2, True, 2.0)
+    yield lambda: ops.route(f32(3, 64), None, 6, "softmax", 8, 3, 1, False, 1.0)
     yield lambda: ops.rms_norm(f32(3, D), bf16(D), 1e-5, torch.bfloat16)
     yield lambda: ops.add_rms_norm(bf16(3, D), f32(3, D), bf16(D), 1e-5, torch.bfloat16)
     yield lambda: ops.silu_and_mul(bf16(3, 2 * 9216))

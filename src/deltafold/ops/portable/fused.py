@@ -92,11 +92,12 @@ def routed_experts(
     scoring: Scoring,
     num_groups: int,
     top_k_groups: int,
+    best_per_group: int,
     renormalize: bool,
     scale: float,
 ) -> Tensor:
     """See `Ops.routed_experts`."""
-    weights, ids = route(logits, bias, top_k, scoring, num_groups, top_k_groups, renormalize, scale)
+    weights, ids = route(logits, bias, top_k, scoring, num_groups, top_k_groups, best_per_group, renormalize, scale)
     num_shared = w13.shape[0] - logits.shape[1]
     if num_shared:
         shared = torch.arange(logits.shape[1], w13.shape[0], dtype=torch.int32, device=x.device)
