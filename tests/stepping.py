@@ -80,7 +80,9 @@ def load_model(folder: Path) -> LoadedModel:
     """The model of a folder in float32, with the portable ops."""
     config = load_config(folder)
     kind = model_class(config.architecture)
-    tensors = load_tensors(folder, kind.parameter_table(config), compute_dtype=torch.float32, device=CPU)
+    tensors = load_tensors(
+        folder, kind.parameter_table(config), compute_dtype=torch.float32, device=CPU, ignore=kind.ignored_tensors
+    )
     return LoadedModel(config, kind(config, tensors, select("portable"), torch.float32))
 
 

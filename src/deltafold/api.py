@@ -128,6 +128,7 @@ class Engine:
             max_model_len=self._plan.max_model_len,
             end_token_ids=frozenset(config.eos_token_ids) | tokenizer.end_token_ids,
             seed=options.seed,
+            foreign_token_ids=dict(config.foreign_token_ids),
         )
         self._loop = EngineLoop(self._core, max_waiting=options.max_waiting, read_stats=self._read_stats)
 
@@ -205,6 +206,7 @@ class Engine:
                 compute_dtype=torch_dtype,
                 device=torch_device,
                 on_progress=on_progress,
+                ignore=kind.ignored_tensors,
             )
         loaded = kind(config, tensors, ops, residual)
         seconds = time.perf_counter() - start

@@ -277,7 +277,7 @@ class Ops(Protocol):
         """`x * sigmoid(gate)` in float32, returned in x's dtype. x [T, D]; gate [T, D] or [T, 1]."""
 
     def rotary(
-        self, x: Tensor, positions: Tensor, inverse_frequencies: Tensor, factor: float, is_interleaved: bool
+        self, heads: Tensor, positions: Tensor, inverse_frequencies: Tensor, factor: float, is_interleaved: bool
     ) -> None:
         """In place: turns the first 2 * F values of every head by the token's position, in float32.
 
@@ -285,7 +285,7 @@ class Ops(Protocol):
         `positions[t] * inverse_frequencies[i]`, itself a float32 product: `(a, b)` becomes
         `factor * (a cos - b sin, b cos + a sin)`. What lies beyond 2 * F stays.
 
-        x [T, H, K], of any strides; positions [T] int64; inverse_frequencies [F] float32.
+        heads [T, H, K], of any strides; positions [T] int64; inverse_frequencies [F] float32.
         """
 
     def kv_store(self, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:

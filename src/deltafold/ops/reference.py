@@ -313,17 +313,17 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     return (x.float() * torch.sigmoid(gate.float())).to(x.dtype)
 
 
-def rotary(x: Tensor, positions: Tensor, inverse_frequencies: Tensor, factor: float, is_interleaved: bool) -> None:
-    """See `Ops.rotary`; writes `x`."""
+def rotary(heads: Tensor, positions: Tensor, inverse_frequencies: Tensor, factor: float, is_interleaved: bool) -> None:
+    """See `Ops.rotary`; writes `heads`."""
     F = inverse_frequencies.shape[0]
     for t, position in enumerate(positions.tolist()):
         for i in range(F):
             angle = torch.tensor(float(position)) * inverse_frequencies[i].float()
             cos, sin = factor * torch.cos(angle), factor * torch.sin(angle)
             a, b = (2 * i, 2 * i + 1) if is_interleaved else (i, i + F)
-            first, second = x[t, :, a].float().clone(), x[t, :, b].float().clone()
-            x[t, :, a] = (first * cos - second * sin).to(x.dtype)
-            x[t, :, b] = (second * cos + first * sin).to(x.dtype)
+            first, second = heads[t, :, a].float().clone(), heads[t, :, b].float().clone()
+            heads[t, :, a] = (first * cos - second * sin).to(heads.dtype)
+            heads[t, :, b] = (second * cos + first * sin).to(heads.dtype)
 
 
 def kv_store(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 
-def rotary(x: Tensor, positions: Tensor, inverse_frequencies: Tensor, factor: float, is_interleaved: bool) -> None:
-    """See `Ops.rotary`; writes `x`."""
+def rotary(heads: Tensor, positions: Tensor, inverse_frequencies: Tensor, factor: float, is_interleaved: bool) -> None:
+    """See `Ops.rotary`; writes `heads`."""
     F = inverse_frequencies.shape[0]
     angles = (positions.float().unsqueeze(1) * inverse_frequencies).unsqueeze(1)  # [T, 1, F]
     cos, sin = angles.cos().mul_(factor), angles.sin().mul_(factor)
     if is_interleaved:
-        first, second = x[..., 0 : 2 * F : 2], x[..., 1 : 2 * F : 2]
+        first, second = heads[..., 0 : 2 * F : 2], heads[..., 1 : 2 * F : 2]
     else:
-        first, second = x[..., :F], x[..., F : 2 * F]
+        first, second = heads[..., :F], heads[..., F : 2 * F]
     a, b = first.float(), second.float()
     turned = torch.addcmul(a * cos, b, sin, value=-1)
     second.copy_(torch.addcmul(b * cos, a, sin))
