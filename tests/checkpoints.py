@@ -143,7 +143,7 @@ def drawn_oracle(make: Callable[[], PreTrainedModel], seed: int) -> Any:
                 if name.endswith("e_score_correction_bias"):
                     buffer.copy_(0.3 * torch.randn_like(buffer))
             if model.config.tie_word_embeddings:  # or every token would predict itself
-                model.get_input_embeddings().weight.mul_(0.2)
+                model.get_input_embeddings().weight.mul_(0.1)
     return model
 
 
