@@ -52,10 +52,11 @@ def delta_step(
 ) -> Tensor:
     """See `Ops.delta_step`; writes `conv_state` and `recurrent_state`."""
     slots = state_slots.tolist()
-    if PAD_SLOT in slots:
-        live = torch.tensor([i for i, slot in enumerate(slots) if slot != PAD_SLOT], device=qkv.device)
+    if not slots or PAD_SLOT in slots:
+        live = (state_slots != PAD_SLOT).nonzero().flatten()
         out = torch.zeros_like(out_gate)
-        out[live] = delta_step(
+        if live.shape[0]:
+            out[live] = delta_step(
             qkv[live], conv_weight, conv_state, raw_gate[live], beta_logits[live], A_log, dt_bias, out_gate[live],
             norm_weight, eps, activation, recurrent_state, state_slots[live], has_initial_state[live],
         )  # fmt: skip
