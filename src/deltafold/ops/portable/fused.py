@@ -57,9 +57,9 @@ def delta_step(
         out = torch.zeros_like(out_gate)
         if live.shape[0]:
             out[live] = delta_step(
-            qkv[live], conv_weight, conv_state, raw_gate[live], beta_logits[live], A_log, dt_bias, out_gate[live],
-            norm_weight, eps, activation, recurrent_state, state_slots[live], has_initial_state[live],
-        )  # fmt: skip
+                qkv[live], conv_weight, conv_state, raw_gate[live], beta_logits[live], A_log, dt_bias, out_gate[live],
+                norm_weight, eps, activation, recurrent_state, state_slots[live], has_initial_state[live],
+            )  # fmt: skip
         return out
     clear_fresh(slots, has_initial_state, conv_state, recurrent_state)
     HV, K, V = recurrent_state.shape[1:]
