@@ -1,13 +1,15 @@
 """What each choice of precision changes, on one golden run: tokens matched, verdicts, divergence, bits per byte, speed.
 
-Rows are measured one by one and kept in a JSON file, so that a study can be continued and joined from several machines;
-`--render` draws the table and plots of `docs/numerics.md` from it. The golden run is the portable backend in float32 on
-the CPU, which the gate in `tests/parity/test_builtin.py` holds to transformers.
+Every row is a process of its own, `--jobs` of them side by side; what fails leaves its traceback in the row. Rows are
+kept in a JSON file, so that a study can be continued and joined from several machines. `precision_variants.py` has the
+ways to compute, `precision_slice.py` the full-shape model, `precision_tables.py` makes the tables and plots of
+`docs/numerics.md`. The golden run is the portable backend in float32, which CI holds to transformers.
 
-    python benchmarks/precision_study.py                                          # all CPU rows (an hour on 2 cores)
-    python benchmarks/precision_study.py --device cuda --backends portable,triton # GPU rows, golden run as recorded
-    python benchmarks/precision_study.py --slice 256 --device cuda --backends portable,triton
-    python benchmarks/precision_study.py --render docs/numerics
+    python -m benchmarks.precision_study --jobs 11                                    # all CPU rows
+    python -m benchmarks.precision_study --device cuda --backends triton,portable --sizes gate,8x16,64x128 --jobs 4
+    python -m benchmarks.precision_study --slice 256 --device cuda --backends triton,portable --jobs 2
+    python -m benchmarks.precision_study --device cuda --backends triton,portable --parts speed
+    python -m benchmarks.precision_study --render docs/numerics
 """
 
 from __future__ import annotations
@@ -15,192 +17,139 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
+import os
+import subprocess
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor
+from benchmarks.precision_slice import random_weights, write_slice
+from benchmarks.precision_tables import render
+from benchmarks.precision_variants import VARIANTS, Variant, loaded
 
 from deltafold import Engine, SamplingParams
-from deltafold.cache.memory import LayerCache
-from deltafold.checkpoint.config import load_config
-from deltafold.checkpoint.weights import random_tensors
-from deltafold.layers.batch import ForwardBatch
-from deltafold.layers.mla import Mla
-from deltafold.models import model_class
-from deltafold.ops import Ops
 from deltafold.parity.compare import Comparison, compare
 from deltafold.parity.golden import Golden, load, save
-from deltafold.parity.plots import Line, bars, log_lines
 from deltafold.parity.prompts import Prompt
 from deltafold.parity.record import EngineSource, record
 from deltafold.parity.tolerance import BFLOAT16
 from deltafold.parity.verdict import Verdict
 
 BUILTIN = Path(str(files("deltafold"))) / "builtin"
-SIZES = ((8, 16), (64, 128))
-"""Prompts x tokens."""
+GATE = Path(__file__).parents[1] / "tests/parity/goldens/builtin.json"
+"""The golden run `gate`: 16 prompts x 32 tokens by transformers."""
 
+PARTS = ("compare", "bytes", "speed")
 WINDOW = 2048
 """Tokens scored at once for bits per byte; the windows overlap by half, and their second halves count."""
 
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to compute. The last three are not options of an engine: the study changes the loaded model."""
-
-    dtype: str = "float32"
-    residual_dtype: str = "float32"
-    is_batched_otherwise: bool = False
-    has_bfloat16_state: bool = False
-    has_recurrent_prefill: bool = False
-    has_expanded_decode: bool = False
-
-
-VARIANTS = {
-    "float32": Variant(),
-    "float32, other batches": Variant(is_batched_otherwise=True),
-    "float32, residual bfloat16": Variant(residual_dtype="bfloat16"),
-    "float32, state bfloat16": Variant(has_bfloat16_state=True),
-    "float32, recurrent prefill": Variant(has_recurrent_prefill=True),
-    "float32, expanded decode": Variant(has_expanded_decode=True),
-    "bfloat16": Variant(dtype="bfloat16"),
-    "bfloat16, residual bfloat16": Variant(dtype="bfloat16", residual_dtype="bfloat16"),
-    "bfloat16, state bfloat16": Variant(dtype="bfloat16", has_bfloat16_state=True),
-    "bfloat16, recurrent prefill": Variant(dtype="bfloat16", has_recurrent_prefill=True),
-    "bfloat16, expanded decode": Variant(dtype="bfloat16", has_expanded_decode=True),
-}
-
-
-class StudyOps:
-    """An op list with the delta rule changed: states rounded after every call, prefills by the recurrence."""
-
-    def __init__(self, ops: Ops, variant: Variant) -> None:
-        self._ops = ops
-        self._variant = variant
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ops, name)
-
-    def chunked_delta_rule(self, *args: Tensor) -> Tensor:
-        op = self._ops.recurrent_delta_rule if self._variant.has_recurrent_prefill else self._ops.chunked_delta_rule
-        return self._rounded(op(*args), state=args[5], slots=args[7])
-
-    def recurrent_delta_rule(self, *args: Tensor) -> Tensor:
-        return self._rounded(self._ops.recurrent_delta_rule(*args), state=args[5], slots=args[7])
-
-    def delta_prefill(self, q: Tensor, k: Tensor, v: Tensor, raw_gate: Tensor, beta: Tensor, *rest: Tensor) -> Tensor:
-        A_log, dt_bias, *state = rest
-        g = self._ops.decay_gate(raw_gate, A_log, dt_bias)
-        return self.chunked_delta_rule(q, k, v, g, torch.sigmoid(beta.float()), *state)
-
-    def delta_step(self, *args: Any) -> Tensor:
-        return self._rounded(self._ops.delta_step(*args), state=args[11], slots=args[12])
-
-    def _rounded(self, output: Tensor, *, state: Tensor, slots: Tensor) -> Tensor:
-        if self._variant.has_bfloat16_state:
-            live = slots[slots >= 0].long()
-            state[live] = state[live].bfloat16().float()
-        return output
+KEY = ("name", "model", "device", "backend")
+"""What tells rows apart."""
 
 
 @dataclass(frozen=True)
-class ExpandedMla:
-    """A latent attention layer that treats decodes as prefills of one token."""
+class Task:
+    """One row to measure. `num_experts` 0 is the built-in model; `sizes` are prompts x tokens, or `gate`."""
 
-    mixer: Mla
+    name: str
+    device: str
+    backend: str
+    num_experts: int = 0
+    sizes: tuple[str, ...] = ("8x16", "64x128")
+    parts: tuple[str, ...] = PARTS
 
-    def forward(self, x: Tensor, batch: ForwardBatch, cache: LayerCache, ops: Ops) -> Tensor:
-        expanded = replace(batch, num_decodes=0, prefill_start_loc=batch.query_start_loc)
-        return self.mixer.forward(x, expanded, cache, ops)
+    @property
+    def model(self) -> str:
+        return f"slice{self.num_experts}" if self.num_experts else "builtin"
 
+    def golden_path(self, folder: Path, size: str) -> Path:
+        """Random weights depend on the device they are drawn on."""
+        model = f"{self.model}-{self.device}" if self.num_experts else self.model
+        return GATE if size == "gate" else folder / f"golden-{model}-{size}.json"
 
-@contextmanager
-def loaded(model: str, variant: Variant, device: str, backend: str) -> Iterator[Engine]:
-    """An engine that computes as the variant says."""
-    options: dict[str, Any] = {"max_num_seqs": 64}
-    if variant.is_batched_otherwise:
-        options = {"max_num_seqs": 5, "max_num_batched_tokens": 64, "prefix_cache": False}
-    engine = Engine.load(
-        model,
-        device=device,  # type: ignore[arg-type]  # the command line's choices are the literals
-        dtype=variant.dtype,  # type: ignore[arg-type]
-        residual_dtype=variant.residual_dtype,  # type: ignore[arg-type]
-        backend=backend,  # type: ignore[arg-type]
-        show_progress=False,
-        **options,
-    )
-    with engine:
-        inner: Any = engine._core.runner.model
-        if variant.has_bfloat16_state or variant.has_recurrent_prefill:
-            inner.ops = StudyOps(inner.ops, variant)
-        if variant.has_expanded_decode:
-            inner._layers = [
-                replace(layer, mixer=ExpandedMla(layer.mixer)) if isinstance(layer.mixer, Mla) else layer
-                for layer in inner._layers
-            ]
-        yield engine
+    def record_goldens(self, folder: Path) -> None:
+        """Those of the task's sizes that are not there yet: prompts of 32 to 64 tokens spread over held-out text."""
+        missing = [size for size in self.sizes if not self.golden_path(folder, size).exists()]
+        if not missing:
+            return
+        reference = replace(self, device=self.device if self.num_experts else "cpu", backend="portable")
+        with reference.engine(Variant()) as engine:
+            for size in missing:
+                num_prompts, num_tokens = map(int, size.split("x"))
+                ids = engine.encode(heldout_text())
+                step = len(ids) // num_prompts
+                prompts = [Prompt(None, tuple(ids[i * step : i * step + 32 + i % 33])) for i in range(num_prompts)]
+                golden = record(prompts, EngineSource(engine), engine, max_tokens=num_tokens, ignore_eos=True)
+                save(golden, self.golden_path(folder, size))
+
+    @contextmanager
+    def engine(self, variant: Variant) -> Iterator[Engine]:
+        """An engine with the task's model that computes as the variant says."""
+        if not self.num_experts:
+            with loaded("builtin", variant, self.device, self.backend) as engine:
+                yield engine
+            return
+        with tempfile.TemporaryDirectory() as folder, random_weights():
+            write_slice(Path(folder), BUILTIN, self.num_experts, self.device)
+            with loaded(folder, variant, self.device, self.backend) as engine:
+                yield engine
 
 
 def heldout_text() -> str:
     return (BUILTIN / "heldout_sample.txt").read_text(encoding="utf-8")
 
 
-def golden_run(path: Path, model: str, num_prompts: int, num_tokens: int) -> Golden:
-    """The stored golden run, or a new one: prompts of 32 to 64 tokens spread over the held-out text."""
-    if path.exists():
-        return load(path)
-    with loaded(model, Variant(), "cpu", "portable") as engine:
-        ids = engine.encode(heldout_text())
-        step = len(ids) // num_prompts
-        prompts = [Prompt(None, tuple(ids[i * step : i * step + 32 + i % 33])) for i in range(num_prompts)]
-        save(record(prompts, EngineSource(engine), engine, max_tokens=num_tokens, ignore_eos=True), path)
-    return load(path)
-
-
-def bits_per_byte(engine: Engine, num_bytes: int) -> tuple[float, float]:
-    """Of the held-out sample's first `num_bytes`, and the prompt tokens a second that scoring took."""
-    text = heldout_text().encode()[:num_bytes].decode(errors="ignore")
+def bits_per_byte(engine: Engine, text: str) -> float:
+    """The text's, its first token left out."""
     ids = engine.encode(text)
     starts = range(0, max(1, len(ids) - WINDOW // 2), WINDOW // 2)
     windows = [ids[start : start + WINDOW] for start in starts]
-    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-    begin = time.perf_counter()
-    completions = engine.complete_tokens(windows, params)
-    seconds = time.perf_counter() - begin
+    completions = engine.complete_tokens(windows, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
     nats = 0.0
     for i, completion in enumerate(completions):
         scored = (completion.prompt_logprobs or ())[WINDOW // 2 if i else 1 :]
         nats -= sum(entry.logprob for entry in scored if entry is not None)
-    first = len(engine.decode(ids[:1]).encode())
-    return nats / math.log(2) / (len(text.encode()) - first), sum(map(len, windows)) / seconds
+    return nats / math.log(2) / (len(text.encode()) - len(engine.token_bytes(ids[0])))
 
 
-def decode_rate(engine: Engine) -> float:
-    """Tokens a second of 16 sequences together, the difference of two output lengths."""
-    prompts = [[i] * 64 for i in range(16)]
+def speeds(engine: Engine, device: str) -> dict[str, float]:
+    """Tokens a second: prefill of whole 2,048-token prompts, and decode of 16 sequences together (the difference of two
+    output lengths). Every prompt begins with a token of its own, so that no prefix is found again."""
+    num_prompts, few, many = (16, 8, 136) if device == "cuda" else (3, 4, 20)
 
-    def seconds(count: int) -> float:
+    def seconds(prompts: list[list[int]], count: int) -> float:
         begin = time.perf_counter()
         engine.complete_tokens(prompts, SamplingParams(max_tokens=count, temperature=0, ignore_eos=True))
         return time.perf_counter() - begin
 
-    seconds(2)
-    return 16 * 16 / max(1e-9, seconds(20) - seconds(4))
+    def long_prompts(first: int, count: int) -> list[list[int]]:
+        return [[first + i, *range(100, 100 + WINDOW - 1)] for i in range(count)]
+
+    seconds(long_prompts(0, 1), 1)
+    prefill = num_prompts * WINDOW / seconds(long_prompts(10, num_prompts), 1)
+    short = [[100 + i] * 64 for i in range(16)]
+    seconds(short, few)
+    decode = 16 * (many - few) / max(1e-9, seconds(short, many) - seconds(short, few))
+    return {"prefill_tokens_per_second": prefill, "decode_tokens_per_second": decode}
 
 
 def summary(comparison: Comparison) -> dict[str, Any]:
-    """What the table shows of one comparison."""
+    """What the tables show of one comparison. Gaps and margins are of the positions with another token (nats)."""
     decoded = [p for prompt in comparison.prompts for p in prompt.decode]
-    gaps = [max(p.golden_gap, p.our_gap) for p in comparison.positions]
+    parted = [p for p in comparison.positions if p.our_token != p.golden_token]
+    gaps = sorted(max(p.golden_gap, p.our_gap) for p in parted)
     drifts = sorted(p.drift for p in comparison.positions)
+    failures = [prompt.failure for prompt in comparison.prompts if prompt.failure]
     return {
         "num_matched": comparison.num_matched,
         "num_tokens": comparison.num_tokens,
@@ -208,146 +157,178 @@ def summary(comparison: Comparison) -> dict[str, Any]:
         "num_near_ties": comparison.count(Verdict.NEAR_TIE),
         "num_mismatches": comparison.count(Verdict.MISMATCH),
         "mean_kl": comparison.mean_kl,
-        "decode_kl": sum(p.kl for p in decoded) / len(decoded),
+        "decode_kl": sum(p.kl for p in decoded) / max(1, len(decoded)),
         "largest_prompt_kl": max(prompt.kl for prompt in comparison.prompts),
-        "num_parted": sum(p.our_token != p.golden_token for p in comparison.positions),
+        "num_parted": len(parted),
         "num_positions": len(comparison.positions),
-        "largest_gap": max(gaps),
+        "median_gap": gaps[len(gaps) // 2] if gaps else 0.0,
+        "largest_gap": gaps[-1] if gaps else 0.0,
+        "largest_golden_margin": max((p.golden_margin for p in parted), default=0.0),
+        "largest_our_margin": max((p.our_margin for p in parted), default=0.0),
         "largest_drift": drifts[-1],
         "drift_99": drifts[int(len(drifts) * 0.99)],
+        "first_failure": failures[0] if failures else None,
     }
 
 
-def measure(arguments: argparse.Namespace, model: str, name: str, backend: str) -> dict[str, Any]:
-    """One row."""
-    variant = VARIANTS[name]
+def measure(task: Task, goldens: Path) -> Iterator[dict[str, Any]]:
+    """The row, whole up to each part in turn."""
+    variant = VARIANTS[task.name]
     # The engine does not know that the study rounds its states.
     limits = asdict(BFLOAT16) if variant.has_bfloat16_state else {}
     limits.pop("reason", None)
-    row: dict[str, Any] = {"name": name, "device": arguments.device, "backend": backend, "model": arguments.model_name}
-    with loaded(model, variant, arguments.device, backend) as engine:
-        row["fingerprint"] = engine.describe()["model"]["fingerprint"]
-        row["torch"], row["threads"] = torch.__version__, torch.get_num_threads()
-        for num_prompts, num_tokens in arguments.sizes:
-            path = arguments.data.with_name(f"golden-{arguments.model_name}-{num_prompts}x{num_tokens}.json")
-            golden = golden_run(path, model, num_prompts, num_tokens)
-            row[f"{num_prompts}x{num_tokens}"] = summary(compare(golden, engine, limits))
-        if arguments.bytes:
-            row["bits_per_byte"], row["prefill_tokens_per_second"] = bits_per_byte(engine, arguments.bytes)
-        row["decode_tokens_per_second"] = decode_rate(engine)
-    return row
+    row: dict[str, Any] = {field: getattr(task, field) for field in KEY}
+    with task.engine(variant) as engine:
+        row |= {"fingerprint": engine.describe()["model"]["fingerprint"], "torch": torch.__version__}
+        row |= {"threads": torch.get_num_threads(), "cpu_count": os.cpu_count()}
+        for size in task.sizes if "compare" in task.parts else ():
+            golden: Golden = load(task.golden_path(goldens, size))
+            row[size] = summary(compare(golden, engine, limits))
+            yield row
+        if "bytes" in task.parts and not task.num_experts:  # random weights predict nothing
+            row["bits_per_byte"] = bits_per_byte(engine, heldout_text())
+            yield row
+        if "speed" in task.parts and not variant.is_batched_otherwise:
+            row |= speeds(engine, task.device)
+    yield row
 
 
-def write_slice(folder: Path, num_experts: int) -> None:
-    """Four layers of the released shape (three delta layers, one latent attention) with random weights; the vocabulary
-    is the built-in tokenizer's. 256 experts are 12 GB."""
-    config = json.loads((BUILTIN / "config.json").read_text(encoding="utf-8")) | {
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "head_dim": 72,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "num_experts": num_experts,
-        "num_experts_per_token": min(8, num_experts),
-        "moe_intermediate_size": 1024,
-        "routed_scaling_factor": 2.446,
-        "linear_attn_config": {
-            "kda_layers": [1, 2, 3],
-            "full_attn_layers": [4],
-            "head_dim": 128,
-            "num_heads": 32,
-            "short_conv_kernel_size": 4,
-        },
-    }
-    for name in ("tiktoken.model", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-        shutil.copy(BUILTIN / name, folder / name)
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    from safetensors.torch import save_file
-
-    parsed = load_config(folder)
-    table = model_class(parsed.architecture).parameter_table(parsed)
-    tensors = random_tensors(table, compute_dtype=torch.bfloat16, device=torch.device("cpu"), seed=0)
-    stored = {
-        source.names[0]: tensors[key][source.index].reshape(source.checkpoint_shape).contiguous()
-        for key, spec in table.items()
-        for source in spec.sources
-    }
-    save_file(stored, folder / "model.safetensors")
+def work(tasks: Sequence[Task], goldens: Path, output: Path) -> None:
+    """What a worker process does: measures the tasks in turn and keeps what it has so far in `output`."""
+    rows: list[dict[str, Any]] = []
+    for task in tasks:
+        row: dict[str, Any] = {field: getattr(task, field) for field in KEY}
+        rows.append(row)
+        begin = time.perf_counter()
+        try:
+            for found in measure(task, goldens):
+                row |= found
+                output.write_text(json.dumps(rows), encoding="utf-8")
+        except Exception:  # noqa: BLE001  # a row that fails is a result of the study
+            row["error"] = traceback.format_exc()[-4000:]
+        row["seconds"] = round(time.perf_counter() - begin, 1)
+        output.write_text(json.dumps(rows), encoding="utf-8")
 
 
-def render(rows: Sequence[dict[str, Any]], prefix: Path) -> None:
-    """The table (Markdown, on stdout) and two plots beside `prefix`."""
-    sizes = [f"{prompts}x{tokens}" for prompts, tokens in SIZES]
-    print(
-        "| row | device, ops | "
-        + " | ".join(f"tokens matched, {size}" for size in sizes)
-        + " | prompts identical / near tie / mismatch | KL a token: prefill, decode | largest gap | bits per byte "
-        + "| prefill, decode tok/s |"
-    )
-    print("| --- | --- | " + "---: | " * (len(sizes) + 5))
-    for row in rows:
-        counts = [
-            f"{row[size]['num_matched']} of {row[size]['num_tokens']}" if size in row else "not run" for size in sizes
-        ]
-        last = row[next(size for size in reversed(sizes) if size in row)]
-        verdicts = f"{last['num_identical']} / {last['num_near_ties']} / {last['num_mismatches']}"
-        bpb = f"{row['bits_per_byte']:.5f}" if "bits_per_byte" in row else "not run"
-        speed = f"{row.get('prefill_tokens_per_second', 0):.0f}, {row['decode_tokens_per_second']:.0f}"
-        cells = [row["name"], f"{row['device']}, {row['backend']}", *counts, verdicts]
-        cells.append(f"{last['mean_kl']:.1e}, {last['decode_kl']:.1e}")
-        print("| " + " | ".join([*cells, f"{last['largest_gap']:.3f}", bpb, speed]) + " |")
-    labels = [str(i + 1) for i in range(len(rows))]
-    last_of = [row[next(size for size in reversed(sizes) if size in row)] for row in rows]
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    kl = [
-        Line("prefill", [found["mean_kl"] for found in last_of]),
-        Line("decode", [found["decode_kl"] for found in last_of]),
-    ]
-    plot = log_lines("Divergence from float32 by row (nats a token)", labels, kl, limit=None)
-    prefix.with_name(f"{prefix.name}-divergence.svg").write_text(plot, encoding="utf-8")
-    share = [Line("matched", [100 * found["num_matched"] / found["num_tokens"] for found in last_of])]
-    plot = bars("Tokens matched by row (%)", labels, share)
-    prefix.with_name(f"{prefix.name}-tokens.svg").write_text(plot, encoding="utf-8")
+def run_worker(arguments: argparse.Namespace, tasks: Sequence[Task]) -> list[dict[str, Any]]:
+    """The rows of one worker process; one that dies or takes too long leaves the parts it finished."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "rows.json"
+        plan = json.dumps([asdict(task) for task in tasks])
+        command = [sys.executable, "-m", "benchmarks.precision_study", "--worker", plan, "--goldens"]
+        command += [str(arguments.goldens), "--data", str(output)]
+        problem = None
+        try:
+            done = subprocess.run(command, timeout=arguments.limit, capture_output=True, text=True, check=False)
+            if done.returncode:
+                problem = f"exit status {done.returncode}: {done.stderr[-4000:]}"
+        except subprocess.TimeoutExpired:
+            problem = f"took longer than {arguments.limit} s"
+        rows: list[dict[str, Any]] = json.loads(output.read_text(encoding="utf-8")) if output.exists() else []
+    for task in tasks:
+        if not any(all(row[field] == getattr(task, field) for field in KEY) for row in rows):
+            rows.append({field: getattr(task, field) for field in KEY})
+    for row in rows if problem else []:
+        if "seconds" not in row:
+            row["error"] = problem
+    return rows
 
 
-def _sizes(text: str) -> list[tuple[int, int]]:
-    return [(int(a), int(b)) for a, b in (size.split("x") for size in text.split(","))]
+def join(rows: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`new` rows added to those of the same key; an error goes once a row succeeds."""
+    joined = list(rows)
+    for row in new:
+        known = next((old for old in joined if all(old[field] == row[field] for field in KEY)), {})
+        kept = {name: value for name, value in known.items() if name != "error"}
+        joined = [old for old in joined if old is not known] + [{**kept, **row}]
+    return joined
+
+
+def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """The rows of all files, joined."""
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        if path.exists():
+            rows = join(rows, json.loads(path.read_text(encoding="utf-8")))
+    return rows
+
+
+def study(arguments: argparse.Namespace, tasks: Sequence[Task]) -> bool:
+    """Measures all tasks into the first data file; whether all rows succeeded."""
+    path: Path = arguments.data[0]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Speeds are measured in one process, one row after another: with others beside it they would be the others'.
+    groups = [list(tasks)] if arguments.parts == ("speed",) else [[task] for task in tasks]
+    lock = Lock()
+    problems = []
+
+    def run(group: list[Task]) -> None:
+        rows = run_worker(arguments, group)
+        with lock:
+            path.write_text(json.dumps(join(read([path]), rows), indent=1) + "\n", encoding="utf-8")
+            for row in rows:
+                problem = row.get("error")
+                problems.extend([problem] if problem else [])
+                print(*(row[field] for field in KEY), row.get("seconds"), problem or "", sep="; ", flush=True)
+
+    with ThreadPoolExecutor(1 if len(groups) == 1 else arguments.jobs) as pool:
+        list(pool.map(run, groups))
+    return not problems
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(";")
+    if unknown := [name for name in names if name not in VARIANTS]:
+        raise argparse.ArgumentTypeError(f"unknown rows {unknown}; there are {'; '.join(VARIANTS)}")
+    return names
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    parts = _listed(text)
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise argparse.ArgumentTypeError(f"unknown parts {unknown}; there are {', '.join(PARTS)}")
+    return parts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("benchmarks/results/precision.json"), help="rows so far")
-    parser.add_argument("--rows", default=",".join(VARIANTS).replace(", ", ";"), help="names, ';' for ', '")
+    parser.add_argument("--data", type=Path, nargs="+", default=[Path("benchmarks/results/precision.json")])
+    parser.add_argument("--goldens", type=Path, default=Path("benchmarks/results"), help="folder of the golden runs")
+    parser.add_argument("--rows", type=_names, default=list(VARIANTS), help="names, ';' between them")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--backends", default="portable")
-    parser.add_argument("--sizes", type=_sizes, default=list(SIZES), help="e.g. 8x16,64x128")
-    parser.add_argument("--bytes", type=int, default=2**20, help="of the held-out sample; 0 leaves it out")
-    parser.add_argument("--slice", type=int, metavar="EXPERTS", help="the released shape's four layers, random weights")
-    parser.add_argument("--render", type=Path, metavar="PREFIX", help="only write plots and print the table")
+    parser.add_argument("--backends", type=_listed, default=("portable",))
+    parser.add_argument("--sizes", type=_listed, default=Task.sizes, help="e.g. gate,8x16,64x128")
+    parser.add_argument("--parts", type=_parts, default=PARTS)
+    parser.add_argument("--slice", type=int, default=0, metavar="EXPERTS", help="four layers of the released shape")
+    parser.add_argument("--jobs", type=int, default=1, help="rows side by side")
+    parser.add_argument("--limit", type=float, default=3600, metavar="SECONDS", help="for one row")
+    parser.add_argument("--render", type=Path, metavar="PREFIX", help="only write plots and print the tables")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    rows = json.loads(arguments.data.read_text(encoding="utf-8")) if arguments.data.exists() else []
-    if arguments.render:
-        render(rows, arguments.render)
+    if arguments.worker:
+        fields = [{k: tuple(v) if isinstance(v, list) else v for k, v in x.items()} for x in json.loads(arguments.worker)]
+        work([Task(**found) for found in fields], arguments.goldens, arguments.data[0])
         return
-    arguments.data.parent.mkdir(parents=True, exist_ok=True)
-    arguments.model_name = f"slice{arguments.slice}" if arguments.slice else "builtin"
-    with tempfile.TemporaryDirectory() as folder:
-        if arguments.slice:
-            arguments.bytes = 0  # random weights predict nothing
-            write_slice(Path(folder), arguments.slice)
-        for backend in arguments.backends.split(","):
-            for name in arguments.rows.replace(";", "\0").split(","):
-                row = measure(arguments, folder if arguments.slice else "builtin", name.replace("\0", ", "), backend)
-                print(json.dumps(row), flush=True)
-                key = ("name", "device", "backend", "model")
-                known = next((old for old in rows if all(old[field] == row[field] for field in key)), {})
-                rows = [old for old in rows if old is not known] + [{**known, **row}]
-                arguments.data.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    if arguments.render:
+        print(render(read(arguments.data), arguments.render))
+        return
+    if arguments.slice and "gate" in arguments.sizes:
+        parser.error("the golden run 'gate' is of the built-in model, not of --slice")
+    tasks = [
+        Task(name, arguments.device, backend, arguments.slice, arguments.sizes, arguments.parts)
+        for backend in arguments.backends
+        for name in arguments.rows
+    ]
+    if "compare" in arguments.parts:
+        arguments.goldens.mkdir(parents=True, exist_ok=True)
+        tasks[0].record_goldens(arguments.goldens)
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+    sys.exit(0 if study(arguments, tasks) else 1)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from deltafold.core import EngineCore, Increment
@@ -19,15 +20,23 @@ from deltafold.types import EngineStats
 
 T = TypeVar("T")
 
-Deliver = Callable[[Increment | EngineClosedError], None]
-"""Called on the loop's thread with each increment of a submission, or once with why there will be none. Must not
-block or raise."""
+Delivery = Increment | EngineClosedError
+"""An increment of a submission, or once why there will be none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inbox:
+    """Where the deliveries of a submission go. `carry` runs a function on the thread of the reader; inboxes whose
+    `carry` is equal have their deliveries of one step carried there together. Neither may block or raise."""
+
+    put: Callable[[Delivery], None]
+    carry: Callable[[Callable[[], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Submission:
     requests: Sequence[Request]
-    deliver: Deliver
+    inbox: Inbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,7 @@ class EngineLoop:
         self._submissions: deque[_Submission] = deque()
         self._aborts: deque[str] = deque()
         self._calls: deque[_Call[Any]] = deque()
-        self._deliver: dict[str, Deliver] = {}  # by request key; unfinished completions
+        self._inboxes: dict[str, Inbox] = {}  # by request key; unfinished completions
         self._is_closing = False
         self._cause: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="deltafold-step", daemon=True)
@@ -65,7 +74,7 @@ class EngineLoop:
         """Whether requests are still taken."""
         return not self._is_closing and self._cause is None
 
-    def submit(self, requests: Sequence[Request], deliver: Deliver) -> None:
+    def submit(self, requests: Sequence[Request], inbox: Inbox) -> None:
         """Queues completions that start together.
 
         Raises:
@@ -77,20 +86,20 @@ class EngineLoop:
             if not self.is_alive:
                 raise self._closed_error()
             for request in requests:
-                if request.key in self._deliver:
+                if request.key in self._inboxes:
                     message = f"request_id {request.request_id!r} is that of an unfinished request"
                     raise RequestError(message, param="request_id")
             num_waiting = self._core.scheduler.num_waiting + sum(len(s.requests) for s in self._submissions)
             if self._max_waiting is not None and num_waiting + len(requests) > self._max_waiting:
                 raise QueueFullError(f"{num_waiting} requests wait, max_waiting is {self._max_waiting}")
-            self._submissions.append(_Submission(requests, deliver))
-            self._deliver.update((request.key, deliver) for request in requests)
+            self._submissions.append(_Submission(requests, inbox))
+            self._inboxes.update((request.key, inbox) for request in requests)
             self._condition.notify()
 
     def abort(self, request_id: str) -> bool:
         """Ends a request before the next step; false if none of that id is unfinished."""
         with self._condition:
-            if not any(key.rpartition("/")[0] == request_id for key in self._deliver):
+            if not any(key.rpartition("/")[0] == request_id for key in self._inboxes):
                 return False
             self._aborts.append(request_id)
             self._condition.notify()
@@ -129,9 +138,9 @@ class EngineLoop:
             for call in self._calls:
                 call.future.set_exception(self._closed_error())
             self._calls.clear()
-            for deliver in {id(d): d for d in self._deliver.values()}.values():
-                deliver(self._closed_error())
-            self._deliver.clear()
+            for inbox in {id(inbox): inbox for inbox in self._inboxes.values()}.values():
+                inbox.carry(partial(inbox.put, self._closed_error()))
+            self._inboxes.clear()
 
     def _wait_for_work(self) -> bool:
         """Applies what other threads asked for; false when closing."""
@@ -154,11 +163,14 @@ class EngineLoop:
         return True
 
     def _hand_out(self, increments: Sequence[Increment]) -> None:
-        for increment in increments:
-            key = increment.request.key
-            with self._condition:
-                deliver = self._deliver.pop(key) if increment.is_last else self._deliver[key]
-            deliver(increment)
+        carried: dict[Callable[[Callable[[], None]], None], list[tuple[Inbox, Increment]]] = {}
+        with self._condition:
+            for increment in increments:
+                key = increment.request.key
+                inbox = self._inboxes.pop(key) if increment.is_last else self._inboxes[key]
+                carried.setdefault(inbox.carry, []).append((inbox, increment))
+        for carry, deliveries in carried.items():
+            carry(partial(_put_all, deliveries))
 
     def _closed_error(self) -> EngineClosedError:
         if self._cause is None:
@@ -166,3 +178,8 @@ class EngineLoop:
         error = EngineClosedError(f"the engine died: {self._cause!r}")
         error.__cause__ = self._cause
         return error
+
+
+def _put_all(deliveries: Sequence[tuple[Inbox, Increment]]) -> None:
+    for inbox, increment in deliveries:
+        inbox.put(increment)

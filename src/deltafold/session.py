@@ -28,9 +28,9 @@ from deltafold.errors import (
     SessionError,
     UnsupportedOptionError,
 )
-from deltafold.loop import EngineLoop
+from deltafold.loop import Delivery, EngineLoop
 from deltafold.scheduler.request import Request, SavedState
-from deltafold.streams import Collector, Delivery, TokenStream
+from deltafold.streams import Collector, TokenStream
 from deltafold.tokenizer.tokenizer import Tokenizer
 from deltafold.types import ChatMessage, Completion, SamplingParams
 from deltafold.version import __version__

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from types import TracebackType
 
 from deltafold.core import Increment
 from deltafold.errors import EngineClosedError
-from deltafold.loop import Deliver, EngineLoop
+from deltafold.loop import Delivery, EngineLoop, Inbox
 from deltafold.scheduler.request import Request
 from deltafold.types import Completion, FinishReason, TokenOutput
-
-Delivery = Increment | EngineClosedError
 
 
 class _Subscription:
@@ -45,8 +43,8 @@ class _Subscription:
             self._num_unfinished = 0
             self._loop.abort(self._request_id)
 
-    def _submit(self, requests: Sequence[Request], deliver: Deliver) -> None:
-        self._loop.submit(requests, deliver)
+    def _submit(self, requests: Sequence[Request], inbox: Inbox) -> None:
+        self._loop.submit(requests, inbox)
         self._num_unfinished = len(requests)  # only now: what was refused is not to be aborted
 
     def _accept(self, delivery: Delivery) -> Increment:
@@ -63,7 +61,7 @@ class Subscription(_Subscription):
     def __init__(self, loop: EngineLoop, requests: Sequence[Request]) -> None:
         super().__init__(loop, requests)
         self._queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-        self._submit(requests, self._queue.put)
+        self._submit(requests, Inbox(self._queue.put, _run_here))
 
     def get(self) -> Increment:
         """The next increment; EngineClosedError if there will be none."""
@@ -77,18 +75,28 @@ class AsyncSubscription(_Subscription):
         super().__init__(loop, requests)
         self._queue: asyncio.Queue[Delivery] = asyncio.Queue()
         # Bound to the queue, not to self: the loop's thread must not keep a stream alive that its reader dropped.
-        self._submit(requests, partial(_put_from_thread, asyncio.get_running_loop(), self._queue))
+        self._submit(requests, Inbox(self._queue.put_nowait, _RunOn(asyncio.get_running_loop())))
 
     async def get(self) -> Increment:
         """The next increment; EngineClosedError if there will be none."""
         return self._accept(await self._queue.get())
 
 
-def _put_from_thread(event_loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Delivery], delivery: Delivery) -> None:
-    # An event loop that is gone has no reader left, and the engine's thread must not die of it.
-    if not event_loop.is_closed():
-        with suppress(RuntimeError):
-            event_loop.call_soon_threadsafe(queue.put_nowait, delivery)
+def _run_here(function: Callable[[], None]) -> None:
+    function()
+
+
+@dataclass(frozen=True, slots=True)
+class _RunOn:
+    """Runs functions on an event loop's thread; equal for the same loop, so that it wakes once a step."""
+
+    event_loop: asyncio.AbstractEventLoop
+
+    def __call__(self, function: Callable[[], None]) -> None:
+        # An event loop that is gone has no reader left, and the engine's thread must not die of it.
+        if not self.event_loop.is_closed():
+            with suppress(RuntimeError):
+                self.event_loop.call_soon_threadsafe(function)
 
 
 class TokenStream(Subscription):

@@ -85,9 +85,7 @@ def _prefill(
     HV, K, V = state.shape[1:]
     slots, has_initial_state = batch.state_slots[n:], batch.has_initial_state[n:]
     _copy_taps(inputs.qkv, conv_state, batch.snapshots)
-    mixed = ops.causal_conv(
-        inputs.qkv[n:], weights.conv, conv_state, batch.prefill_start_loc, slots, has_initial_state
-    )
+    mixed = ops.causal_conv(inputs.qkv[n:], weights.conv, conv_state, batch.prefill_start_loc, slots, has_initial_state)
     q_columns = (mixed.shape[1] - HV * V) // 2
     q, k, v = mixed.split([q_columns, q_columns, HV * V], dim=-1)
     arguments = (

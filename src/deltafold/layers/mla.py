@@ -82,12 +82,12 @@ class Mla:
         if cache.latent_cache is None:
             raise ValueError("a latent attention layer got a cache without latent_cache")
         fused = ops.linear(x, self.in_proj, x.dtype)
-        q, kv_c, k_pe = fused.split(
+        q, kv_c, k_pe = fused.split_with_sizes(
             [fused.shape[-1] - config.latent_dim, config.kv_lora_rank, config.qk_rope_head_dim], dim=-1
         )
         if self.q_norm is not None and self.q_b is not None:
             q = ops.linear(ops.rms_norm(q, self.q_norm, config.latent_norm_eps, x.dtype), self.q_b, x.dtype)
-        q = q.unflatten(-1, (config.num_heads, config.qk_head_dim))  # [T, H, nope + P]
+        q = q.view(-1, config.num_heads, config.qk_head_dim)  # [T, H, nope + P]
         kv_c = ops.rms_norm(kv_c, self.kv_norm, config.latent_norm_eps, x.dtype)
         if self.rotary is not None:
             self.rotary.turn(q[..., config.qk_nope_head_dim :], batch.positions, ops)

@@ -108,12 +108,12 @@ class KimiDeltaAttention:
         config = self.config
         HV, K, V = config.num_value_heads, config.key_head_dim, config.value_head_dim
         fused = ops.linear(x, self.in_proj, x.dtype)
-        qkv, f_low, g_low, beta_logits = fused.split([config.conv_dim, K, V, HV], dim=-1)
+        qkv, f_low, g_low, beta_logits = fused.split_with_sizes([config.conv_dim, K, V, HV], dim=-1)
         inputs = DeltaProjections(
             qkv=qkv,
-            raw_gate=ops.linear(f_low, self.f_b, x.dtype).unflatten(-1, (HV, K)),
+            raw_gate=ops.linear(f_low, self.f_b, x.dtype).view(-1, HV, K),
             beta_logits=beta_logits,
-            out_gate=ops.linear(g_low, self.g_b, x.dtype).unflatten(-1, (HV, V)),
+            out_gate=ops.linear(g_low, self.g_b, x.dtype).view(-1, HV, V),
         )
         o = delta_attention(inputs, self.weights, batch, cache, ops)
         return ops.linear(o.flatten(1), self.o_proj, x.dtype)

@@ -102,6 +102,38 @@ def log_lines(
     return _svg(title, height, parts, [line.name for line in lines])
 
 
+def log_dots(title: str, labels: Sequence[str], groups: Sequence[Line]) -> str:
+    """Positive values on a logarithmic axis across, a line of dots for each label; values of 0 and below at its start."""
+    positive = [value for group in groups for value in group.values if 0 < value < math.inf]
+    low = math.floor(math.log10(min(positive, default=0.1)))
+    high = max(low + 1, math.ceil(math.log10(max(positive, default=1.0))))
+    start, step = LEFT + 200, 17
+    inner = WIDTH - start - 16
+    bottom = TOP + len(labels) * step
+
+    def x_of(value: float) -> float:
+        place = low if value <= 0 else high if value == math.inf else math.log10(value)
+        return start + inner * (place - low) / (high - low)
+
+    parts = []
+    for power in range(low, high + 1):
+        x = x_of(10.0**power)
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}" stroke="{PALE}"/>')
+        parts.append(_text(x, bottom + 14, f"1e{power}", anchor="middle"))
+    for i, label in enumerate(labels):
+        y = TOP + (i + 0.5) * step
+        parts.append(_text(start - 8, y + 4, label, anchor="end"))
+        parts.append(f'<line x1="{start}" x2="{WIDTH - 16}" y1="{y:.1f}" y2="{y:.1f}" stroke="{PALE}"/>')
+    for g, group in enumerate(groups):
+        for i, value in enumerate(group.values):
+            tip = escape(f"{labels[i]}, {group.name}: {value:.2e}")
+            parts.append(
+                f'<circle cx="{x_of(value):.1f}" cy="{TOP + (i + 0.5) * step:.1f}" r="4" '
+                f'fill="{SERIES[g % len(SERIES)]}" fill-opacity="0.8"><title>{tip}</title></circle>'
+            )
+    return _svg(title, bottom + BOTTOM - 16, parts, [group.name for group in groups])
+
+
 def _svg(title: str, height: int, parts: Sequence[str], names: Sequence[str]) -> str:
     legend = []
     x = float(WIDTH - 12)

@@ -23,14 +23,14 @@ def causal_conv(
     if not requests:
         return torch.zeros_like(x)
     if num_tokens == x.shape[0] == len(requests) and all(r.start + 1 == r.end for r in requests):
-        return _decode(x, weight, conv_state, requests)
+        return conv_step(x, weight, conv_state, [request.slot for request in requests])
     if len(requests) == 1 and num_tokens == x.shape[0]:
         return _one_request(x, weight, conv_state, requests[0].slot)
     return _packed(x, weight, conv_state, requests)
 
 
-def _decode(x: Tensor, weight: Tensor, conv_state: Tensor, requests: list[Request]) -> Tensor:
-    slots = [request.slot for request in requests]
+def conv_step(x: Tensor, weight: Tensor, conv_state: Tensor, slots: list[int]) -> Tensor:
+    """The convolution of one token a request, x [N, D], with states in `slots`; writes `conv_state`."""
     taps = take_rows(conv_state, slots)  # [N, D, W - 1]
     window = torch.cat([taps.values, x.unsqueeze(-1)], dim=-1)  # [N, D, W]
     taps.values.copy_(window[..., 1:])

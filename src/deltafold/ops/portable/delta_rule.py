@@ -37,20 +37,21 @@ def recurrent_delta_rule(
     """See `Ops.recurrent_delta_rule`; writes `recurrent_state`."""
     requests = live_requests(query_start_loc, state_slots, has_initial_state, recurrent_state)
     if len(requests) == v.shape[0] and all(r.start + 1 == r.end for r in requests):
-        return _step(q, k, v, g, beta, recurrent_state, [request.slot for request in requests])
+        return rule_step(q, k, v, g, beta, recurrent_state, [request.slot for request in requests])
     out = torch.zeros_like(v)
     for offset in range(max((r.end - r.start for r in requests), default=0)):
         active = [r for r in requests if r.start + offset < r.end]
         tokens = torch.tensor([r.start + offset for r in active], device=v.device)
         slots = [r.slot for r in active]
-        out[tokens] = _step(q[tokens], k[tokens], v[tokens], g[tokens], beta[tokens], recurrent_state, slots)
+        out[tokens] = rule_step(q[tokens], k[tokens], v[tokens], g[tokens], beta[tokens], recurrent_state, slots)
     return out
 
 
-def _step(
+def rule_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, recurrent_state: Tensor, slots: list[int]
 ) -> Tensor:
-    """One token a request; tensors as in the op with T = N, `slots` distinct. Returns o [N, HV, V]."""
+    """One token a request; tensors as in the op with T = N, `slots` distinct. Returns o [N, HV, V]; writes
+    `recurrent_state`."""
     N, H, K = k.shape
     HV, V = v.shape[1:]
     if N == 0:

@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltafold.ops import PAD_SLOT, Activation, Scoring
-from deltafold.ops.portable.conv import causal_conv
-from deltafold.ops.portable.delta_rule import chunked_delta_rule, decay_gate, recurrent_delta_rule
+from deltafold.ops.portable.conv import conv_step
+from deltafold.ops.portable.delta_rule import chunked_delta_rule, decay_gate, rule_step
 from deltafold.ops.portable.latent import mla_decode
-from deltafold.ops.portable.moe import grouped_experts, route
+from deltafold.ops.portable.moe import grouped_experts, one_token, route
 from deltafold.ops.portable.norms import gated_rms_norm
+from deltafold.ops.portable.slots import clear_fresh
 
 
 def delta_prefill(
@@ -50,17 +51,25 @@ def delta_step(
     has_initial_state: Tensor,
 ) -> Tensor:
     """See `Ops.delta_step`; writes `conv_state` and `recurrent_state`."""
+    slots = state_slots.tolist()
+    if not slots or PAD_SLOT in slots:
+        live = (state_slots != PAD_SLOT).nonzero().flatten()
+        out = torch.zeros_like(out_gate)
+        if live.shape[0]:
+            out[live] = delta_step(
+                qkv[live], conv_weight, conv_state, raw_gate[live], beta_logits[live], A_log, dt_bias, out_gate[live],
+                norm_weight, eps, activation, recurrent_state, state_slots[live], has_initial_state[live],
+            )  # fmt: skip
+        return out
+    clear_fresh(slots, has_initial_state, conv_state, recurrent_state)
     HV, K, V = recurrent_state.shape[1:]
-    query_start_loc = torch.arange(qkv.shape[0] + 1, dtype=torch.int32, device=qkv.device)
-    requests = (query_start_loc, state_slots, has_initial_state)
-    mixed = causal_conv(qkv, conv_weight, conv_state, *requests)
-    qk, v = mixed.split([mixed.shape[1] - HV * V, HV * V], dim=-1)
-    q, k = qk.unflatten(-1, (2, -1, K)).unbind(1)
+    N, D = qkv.shape
+    mixed = conv_step(qkv, conv_weight, conv_state, slots)
+    qk, v = mixed.split_with_sizes([D - HV * V, HV * V], dim=-1)
+    q, k = qk.view(N, 2, -1, K).unbind(1)
     g = decay_gate(raw_gate, A_log, dt_bias)
-    beta = torch.sigmoid(beta_logits.float())
-    o = recurrent_delta_rule(q, k, v.unflatten(-1, (HV, V)), g, beta, recurrent_state, *requests)
-    out = gated_rms_norm(o, out_gate, norm_weight, eps, activation)
-    return out.masked_fill_((state_slots == PAD_SLOT).view(-1, 1, 1), 0)
+    o = rule_step(q, k, v.view(N, HV, V), g, torch.sigmoid(beta_logits.float()), recurrent_state, slots)
+    return gated_rms_norm(o, out_gate, norm_weight, eps, activation)
 
 
 def mla_step(
@@ -75,7 +84,7 @@ def mla_step(
     R = kv_b.shape[2]
     P = latent_cache.shape[2] - R
     nope = q.shape[2] - P
-    q_nope, q_pe = q.split([nope, P], dim=-1)
+    q_nope, q_pe = q.split_with_sizes([nope, P], dim=-1)
     q_latent = torch.bmm(q_nope.transpose(0, 1), kv_b[:, :nope])  # [H, N, R]
     absorbed = torch.cat([q_latent.transpose(0, 1), q_pe], dim=-1)  # [N, H, R + P]
     o_latent = mla_decode(absorbed, latent_cache, seq_lens, block_table, R, scale)  # [N, H, R]
@@ -97,11 +106,13 @@ def routed_experts(
     scale: float,
 ) -> Tensor:
     """See `Ops.routed_experts`."""
+    E, num_shared = logits.shape[1], w13.shape[0] - logits.shape[1]
     weights, ids = route(logits, bias, top_k, scoring, num_groups, top_k_groups, best_per_group, renormalize, scale)
-    num_shared = w13.shape[0] - logits.shape[1]
     if num_shared:
-        shared = torch.arange(logits.shape[1], w13.shape[0], dtype=torch.int32, device=x.device)
         weights = F.pad(weights, (0, num_shared), value=1.0)
+        if x.shape[0] == 1:
+            return one_token(x, w13, w2, weights, [*ids[0].tolist(), *range(E, E + num_shared)])
+        shared = torch.arange(E, E + num_shared, dtype=torch.int32, device=x.device)
         ids = torch.cat([ids, shared.expand(x.shape[0], num_shared)], dim=1)
     return grouped_experts(x, w13, w2, weights, ids)
 

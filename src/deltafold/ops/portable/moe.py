@@ -28,12 +28,21 @@ def route(
     choice = scores if bias is None else scores + bias
     if num_groups > 1:
         choice = _restrict_to_groups(choice, num_groups, top_k_groups, best_per_group)
-    # A stable sort, because topk leaves the order among equals open.
-    ids = torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    ids = _best(choice, top_k)
     weights = scores.gather(1, ids)
     if renormalize:
         weights.div_(weights.sum(-1, keepdim=True).add_(ROUTE_EPS))
     return weights.mul_(scale), ids.int()
+
+
+def _best(choice: Tensor, top_k: int) -> Tensor:
+    """Columns of the `top_k` largest of each row, largest first, the lower one first among equals: a stable sort,
+    because topk leaves that order open. For one row Python's is the faster one."""
+    if choice.shape[0] == 1:
+        values = choice[0].tolist()
+        order = sorted(range(len(values)), key=values.__getitem__, reverse=True)
+        return torch.tensor([order[:top_k]], device=choice.device)
+    return torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
 def _restrict_to_groups(choice: Tensor, num_groups: int, top_k_groups: int, best_per_group: int) -> Tensor:
@@ -49,7 +58,7 @@ def grouped_experts(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Te
     """See `Ops.grouped_experts`. Each expert that was hit runs once, over the rows that chose it, sorted by expert."""
     T, J = ids.shape
     if T == 1:
-        return _one_token(x, w13, w2, weights, ids[0].tolist())
+        return one_token(x, w13, w2, weights, ids[0].tolist())
     order = torch.argsort(ids.flatten(), stable=True)  # [T * J], pairs (token, choice); skipped ones first
     counts = torch.bincount(ids.flatten() + 1, minlength=w13.shape[0] + 1).tolist()
     rows = x.index_select(0, order // J)
@@ -80,8 +89,9 @@ def _spans(counts: list[int]) -> list[tuple[int, int, int]]:
     return spans
 
 
-def _one_token(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, experts: list[int]) -> Tensor:
-    """No sorting and no gathering: one matrix-vector product per chosen expert and layer."""
+def one_token(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, experts: list[int]) -> Tensor:
+    """`grouped_experts` of x [1, D] with `experts` for ids: no sorting and no gathering, one matrix-vector product per
+    chosen expert and layer."""
     chosen = [(j, expert) for j, expert in enumerate(experts) if expert >= 0]
     if not chosen:
         return torch.zeros_like(x)

@@ -14,6 +14,8 @@ from deltafold.ops import Activation
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """See `Ops.rms_norm`."""
+    if x.dtype == weight.dtype == dtype == torch.float32:
+        return torch.rms_norm(x, weight.shape, weight, eps)
     return torch.rms_norm(x.float(), weight.shape, weight.float(), eps).to(dtype)
 
 

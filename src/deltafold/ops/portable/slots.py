@@ -29,10 +29,17 @@ def live_requests(
     """The requests that are not padding; the slots of those without a state are set to zero in `pool`."""
     starts = query_start_loc.tolist()
     slots = state_slots.tolist()
+    clear_fresh(slots, has_initial_state, pool)
+    return [Request(i, slot, starts[i], starts[i + 1]) for i, slot in enumerate(slots) if slot != PAD_SLOT]
+
+
+def clear_fresh(slots: list[int], has_initial_state: Tensor, *pools: Tensor) -> None:
+    """Sets the slots of requests without a state to zero in `pools`."""
     fresh = [slot for slot, has in zip(slots, has_initial_state.tolist(), strict=True) if not has and slot != PAD_SLOT]
     if fresh:
-        pool.index_fill_(0, torch.tensor(fresh, device=pool.device), 0)
-    return [Request(i, slot, starts[i], starts[i + 1]) for i, slot in enumerate(slots) if slot != PAD_SLOT]
+        rows = torch.tensor(fresh, device=pools[0].device)
+        for pool in pools:
+            pool.index_fill_(0, rows, 0)
 
 
 class PoolRows(NamedTuple):
