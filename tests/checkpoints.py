@@ -142,8 +142,6 @@ def drawn_oracle(make: Callable[[], PreTrainedModel], seed: int) -> Any:
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.copy_(0.3 * torch.randn_like(buffer))
-            if model.config.tie_word_embeddings:  # or every token would predict itself
-                model.get_input_embeddings().weight.mul_(0.1)
     return model
 
 
