@@ -120,7 +120,7 @@ class Engine:
         )
         self._core = EngineCore(
             Scheduler(limits, self._blocks, self._slots, self._cache),
-            ModelRunner(model, caches, resolved.device),
+            ModelRunner(model, caches, resolved.device, num_slots=self._plan.num_state_slots),
             lambda request: tokenizer.detokenizer(stop=request.params.stop, prompt_token_ids=request.prompt_token_ids),
         )
         self._intake = Intake(

@@ -122,6 +122,12 @@ class SamplingParams:
             raise RequestError(f"cache_salt must be a string, got {self.cache_salt!r}", param="cache_salt")
         self._freeze_collections()
 
+    @property
+    def needs_output_on_host(self) -> bool:
+        """Whether drawing a token takes more than the logits: what was drawn before, or logprobs to report."""
+        has_penalty = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(has_penalty) or self.logprobs is not None or self.prompt_logprobs is not None
+
     def _freeze_collections(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop, "a string or strings")
         if len(stop) > MAX_STOP_STRINGS:
