@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.precision_variants import VARIANTS
+
 from deltafold.parity.plots import Line, log_dots
 
 Row = dict[str, Any]
@@ -13,9 +15,13 @@ Row = dict[str, Any]
 
 def render(rows: Sequence[Row], prefix: Path) -> str:
     """One table for each model, device and backend; writes one plot of each model's divergences beside `prefix`."""
+    order = {name: place for place, name in enumerate(VARIANTS)}
+    rows = sorted(rows, key=lambda row: order[row["name"]])
     parts = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        of_model = [row for row in rows if row["model"] == model]
+    for model in sorted({row["model"] for row in rows}):
+        of_model = sorted(
+            (row for row in rows if row["model"] == model), key=lambda row: (row["device"], row["backend"])
+        )
         for where in dict.fromkeys((row["device"], row["backend"]) for row in of_model):
             found = [row for row in of_model if (row["device"], row["backend"]) == where]
             parts.append(f"**{model}, {where[0]}, {where[1]}** ({_machine(found)})\n\n{table(found)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ from deltafold.models import CausalLM
 from deltafold.ops import PAD_SLOT
 from deltafold.runner.inputs import state_slot
 from deltafold.scheduler.output import ScheduledRequest, SchedulerOutput
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Numbers of requests worth a graph of their own: every size up to 2, then steps of at most a third up to 64 and of
+    16 beyond, and the largest."""
+    sizes = {1, 2, 3, 4, 6, 8, 12, *range(16, 65, 8), *range(80, max_num_seqs, 16), max_num_seqs}
+    return tuple(sorted(size for size in sizes if size <= max_num_seqs))
+
 
 STAGING_BUFFERS = 3
 """Host buffers in rotation: one may be on its way while the next is filled, and a step is waited for before the one
@@ -136,7 +145,7 @@ class DecodeGraphs:
             self._tables[slot, first : len(block_ids)].copy_(new, non_blocking=True)
             self._written[slot] = (block_ids, len(block_ids))
 
-    def _capture(self, size: int, pool: tuple[int, int]) -> _Captured:
+    def _capture(self, size: int, pool: Any) -> _Captured:
         inputs = StepInputs.allocate(size, self._token_ids.device)
         inputs.rows.fill_(self._pad_row)
         inputs.slot_mapping.fill_(PAD_SLOT)
