@@ -68,6 +68,10 @@ class Task:
     sizes: tuple[str, ...] = ("8x16", "64x128")
     parts: tuple[str, ...] = PARTS
 
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Task:
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+
     @property
     def model(self) -> str:
         return f"slice{self.num_experts}" if self.num_experts else "builtin"
@@ -310,7 +314,9 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        fields = [{k: tuple(v) if isinstance(v, list) else v for k, v in x.items()} for x in json.loads(arguments.worker)]
+        fields = [
+            {k: tuple(v) if isinstance(v, list) else v for k, v in x.items()} for x in json.loads(arguments.worker)
+        ]
         work([Task(**found) for found in fields], arguments.goldens, arguments.data[0])
         return
     if arguments.render:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +30,8 @@ from deltafold.core import EngineCore, Increment
 from deltafold.layers.batch import ForwardBatch
 from deltafold.models import CausalLM, model_class
 from deltafold.ops import select
-from deltafold.runner.runner import ModelRunner
-from deltafold.scheduler.output import RequestResult, SchedulerOutput
+from deltafold.runner.runner import ModelRunner, StepInFlight
+from deltafold.scheduler.output import SchedulerOutput
 from deltafold.scheduler.request import Request, RequestStatus
 from deltafold.scheduler.scheduler import Scheduler, SchedulerLimits
 from deltafold.tokenizer.detokenizer import Detokenizer
@@ -108,20 +108,21 @@ class RecordingRunner(ModelRunner):
 
     def __init__(self, model: CausalLM, caches: Sequence[LayerCache]) -> None:
         self.recorder = RecordingModel(model)
-        super().__init__(self.recorder, caches, CPU)  # type: ignore[arg-type]  # a protocol with static methods
+        # A protocol with static methods; no test has more slots than that.
+        super().__init__(self.recorder, caches, CPU, num_slots=256)  # type: ignore[arg-type]
         self.logits: dict[str, list[Tensor]] = {}
         self.outputs: list[SchedulerOutput] = []
 
-    def execute(self, output: SchedulerOutput) -> Mapping[str, RequestResult]:
+    def launch(self, output: SchedulerOutput) -> StepInFlight:
         self.recorder.seen.clear()
         self.outputs.append(output)
-        results = super().execute(output)
+        step = super().launch(output)
         sampled = [item.request for item in output.scheduled if item.is_sampled]
         if all(request.params.prompt_logprobs is None for request in sampled):
             rows = [row for logits in self.recorder.seen for row in logits]
             for request, row in zip(sampled, rows, strict=True):
                 self.logits.setdefault(request.key, []).append(row)
-        return results
+        return step
 
 
 class Stepper:
@@ -138,6 +139,7 @@ class Stepper:
         max_snapshots: int = 0,
         host_memory: int = 0,
         save_bytes_per_token: int = 0,
+        runs_ahead: bool = False,
     ) -> None:
         self.blocks = BlockPool(num_blocks, BLOCK_SIZE)
         self.slots = StatePool(num_slots + max_snapshots)
@@ -154,7 +156,9 @@ class Stepper:
         self.scheduler = Scheduler(limits, self.blocks, self.slots, self.cache)
         self.caches = loaded.caches(num_blocks, num_slots + max_snapshots)
         self.runner = RecordingRunner(loaded.model, self.caches)
-        self.core = EngineCore(self.scheduler, self.runner, lambda request: Detokenizer(lambda _: b"."))
+        self.core = EngineCore(
+            self.scheduler, self.runner, lambda request: Detokenizer(lambda _: b"."), runs_ahead=runs_ahead
+        )
         self.max_model_len = num_blocks * BLOCK_SIZE
         self.num_requests = 0
 

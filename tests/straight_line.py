@@ -69,5 +69,6 @@ def _batch(token_ids: Sequence[int], start: int, num_blocks: int, *, is_decode: 
         has_initial_state=torch.tensor([start > 0]),
         logits_indices=integers([num_tokens - 1], torch.int64),
         num_decodes=int(is_decode),
+        num_prefill_blocks=0 if is_decode else num_blocks,
         snapshots=None,
     )

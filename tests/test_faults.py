@@ -40,6 +40,7 @@ from deltafold.checkpoint.weights import random_tensors
 from deltafold.models import ARCHITECTURES
 from deltafold.models.kimi_linear import KimiLinear
 from deltafold.ops import select
+from deltafold.runner.runner import StepInFlight
 from deltafold.scheduler.output import SchedulerOutput
 from deltafold.scheduler.request import Request, RequestStatus
 
@@ -160,12 +161,12 @@ class FailingRunner(RecordingRunner):
         self.num_calls = 0
         self.error: Exception = torch.OutOfMemoryError("injected")
 
-    def execute(self, output: SchedulerOutput) -> Mapping[str, object]:  # type: ignore[override]
+    def launch(self, output: SchedulerOutput) -> StepInFlight:
         self.num_calls += 1
+        step = super().launch(output)
         if self.num_calls in self.failing_steps:
-            super().execute(output)
             raise self.error
-        return super().execute(output)
+        return step
 
 
 def failing(stepper: Stepper, *failing_steps: int) -> FailingRunner:

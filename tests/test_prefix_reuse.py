@@ -7,7 +7,7 @@ are in `tests/scheduler/test_prefix_scheduling.py`, sessions in `test_sessions.p
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deltafold.cache import host_store
 from deltafold.cache.prefix_cache import Snapshot
+from deltafold.runner.runner import StepInFlight
 from deltafold.scheduler.output import SchedulerOutput
 from deltafold.scheduler.request import Request, RequestStatus
 from deltafold.types import FinishReason, SamplingParams
@@ -333,14 +334,14 @@ class FailingSteps:
     """Makes a stepper's steps run out of memory after the forward has written everything."""
 
     def __init__(self, stepper: Stepper, rate: float, draw: random.Random) -> None:
-        self.execute, self.rate, self.draw = stepper.runner.execute, rate, draw
-        stepper.runner.execute = self  # type: ignore[method-assign, assignment]
+        self.launch, self.rate, self.draw = stepper.runner.launch, rate, draw
+        stepper.runner.launch = self  # type: ignore[method-assign, assignment]
 
-    def __call__(self, output: SchedulerOutput) -> Mapping[str, object]:
-        results = self.execute(output)
+    def __call__(self, output: SchedulerOutput) -> StepInFlight:
+        step = self.launch(output)
         if self.draw.random() < self.rate:
             raise MemoryError("injected")
-        return results
+        return step
 
 
 SHARED = [

@@ -463,15 +463,15 @@ def test_a_step_out_of_memory_does_not_harm_a_session(
     engine = make_engine(prefix_cache=False)
     session = engine.session()
     lead(session, 0, 1)
-    execute, calls = engine._core.runner.execute, iter(range(1, 1000))
+    launch, calls = engine._core.runner.launch, iter(range(1, 1000))
 
     def sometimes(output: object) -> object:
-        results = execute(output)  # type: ignore[arg-type]
+        step = launch(output)  # type: ignore[arg-type]
         if next(calls) == failing:
             raise MemoryError("injected")
-        return results
+        return step
 
-    engine._core._runner.execute = sometimes  # type: ignore[method-assign, assignment]
+    engine._core._runner.launch = sometimes  # type: ignore[method-assign, assignment]
     assert [c.token_ids for c in lead(session, 1)] == [c.token_ids for c in cold[1:]]
     session.close()
     assert host_bytes(engine) == 0
@@ -481,15 +481,15 @@ def test_a_session_whose_request_fails_keeps_its_past(make_engine: Callable[...,
     engine = make_engine(prefix_cache=False)
     session = engine.session()
     lead(session, 0, 1)
-    execute = engine._core.runner.execute
+    launch = engine._core.runner.launch
 
     def failing(output: object) -> object:
         raise MemoryError("injected")
 
-    engine._core._runner.execute = failing  # type: ignore[method-assign, assignment]
+    engine._core._runner.launch = failing  # type: ignore[method-assign, assignment]
     with pytest.raises(Exception, match="out of memory"):
         session.complete(TURNS[1], GREEDY)
-    engine._core._runner.execute = execute  # type: ignore[method-assign]
+    engine._core._runner.launch = launch  # type: ignore[method-assign]
     assert session.num_saved_tokens == 111
     past = session.token_ids
     following = session.complete([3], GREEDY)

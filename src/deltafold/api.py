@@ -5,6 +5,7 @@ Loading resolves every "auto" once; requests go through `intake.py` to the loop'
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 import time
 from collections.abc import Sequence
@@ -19,10 +20,13 @@ import torch
 from deltafold.cache.host_budget import HostBudget
 from deltafold.cache.memory import (
     BLOCK_SIZE,
+    DeviceMemory,
+    LayerSpec,
     MemoryPlan,
     allocate,
     allocated_bytes,
     default_budget,
+    device_memory,
     plan_memory,
 )
 from deltafold.cache.pools import BlockPool, StatePool
@@ -30,15 +34,17 @@ from deltafold.cache.prefix_cache import PrefixCache
 from deltafold.checkpoint.config import ModelConfig, load_config
 from deltafold.checkpoint.fingerprint import fingerprint
 from deltafold.checkpoint.folder import resolve_folder
-from deltafold.checkpoint.weights import load_tensors
+from deltafold.checkpoint.weights import load_tensors, random_tensors
 from deltafold.core import EngineCore
-from deltafold.errors import DeltafoldError, DeviceError, NumericalError, OptionError, RequestError
+from deltafold.errors import CapacityError, DeltafoldError, DeviceError, NumericalError, OptionError, RequestError
 from deltafold.intake import Intake
 from deltafold.loop import EngineLoop
 from deltafold.models import CausalLM, model_class
 from deltafold.ops import Backend, Ops, select
 from deltafold.progress import loading_bar
+from deltafold.runner.decode_graphs import graph_sizes
 from deltafold.runner.runner import ModelRunner
+from deltafold.runner.warm_up import warm_up
 from deltafold.scheduler.request import Request
 from deltafold.scheduler.scheduler import Scheduler, SchedulerLimits
 from deltafold.session import Session, SessionServices, restore
@@ -57,6 +63,12 @@ SAVE_BYTES_PER_TOKEN = {"cpu": 1_000_000, "cuda": 150_000}
 """A preempted request is saved rather than recomputed up to this many bytes a token: what memory moves both ways in
 the time a token's prefill takes (CPU: 5 GB/s against 2,500 tokens/s; H200: 25 GB/s against 80,000 tokens/s)."""
 
+GRAPH_BYTES = 2**28
+"""Set aside for captured decode steps, beside LOGITS_BYTES for each logit that one of them makes: they share one pool,
+whose size is that of the largest."""
+
+LOGITS_BYTES = 10
+
 _Item = TypeVar("_Item")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -73,6 +85,7 @@ class Resolved:
     residual_dtype: torch.dtype
     backend: Backend
     load_seconds: float
+    has_random_weights: bool = False
 
 
 class Engine:
@@ -90,15 +103,12 @@ class Engine:
         self._config = config
         self._tokenizer = tokenizer
         specs = model.layer_specs(config)
-        self._plan = plan_memory(
-            specs,
-            resolved.dtype,
-            budget=options.memory if options.memory is not None else default_budget(resolved.device),
-            max_num_seqs=options.max_num_seqs,
-            max_model_len=options.max_model_len,
-            model_limit=config.max_position_embeddings,
-            max_snapshots=options.max_snapshots if options.prefix_cache else 0,
+        is_fused = resolved.device.type == "cuda" and resolved.backend is Backend.TRITON
+        sizes = graph_sizes(options.max_num_seqs) if is_fused and options.decode_graphs else ()
+        self._device_memory = (
+            _measure_device(model, specs, resolved, options, config, has_graphs=bool(sizes)) if is_fused else None
         )
+        self._plan = _plan(specs, resolved, options, config, self._device_memory)
         caches = allocate(self._plan, specs, resolved.dtype, resolved.device)
         self._cache_bytes = allocated_bytes(caches)
         self._blocks = BlockPool(self._plan.num_blocks, BLOCK_SIZE)
@@ -120,8 +130,16 @@ class Engine:
         )
         self._core = EngineCore(
             Scheduler(limits, self._blocks, self._slots, self._cache),
-            ModelRunner(model, caches, resolved.device),
+            ModelRunner(
+                model,
+                caches,
+                resolved.device,
+                num_slots=self._plan.num_state_slots,
+                max_blocks=-(-self._plan.max_model_len // BLOCK_SIZE),
+                graph_sizes=[size for size in sizes if size <= self._plan.num_slots],
+            ),
             lambda request: tokenizer.detokenizer(stop=request.params.stop, prompt_token_ids=request.prompt_token_ids),
+            runs_ahead=is_fused,
         )
         self._intake = Intake(
             vocab_size=config.vocab_size,
@@ -150,6 +168,9 @@ class Engine:
         max_snapshots: int = 64,
         snapshot_interval: int = 4096,
         host_memory: int = 2**30,
+        decode_graphs: bool = True,
+        free_memory_floor: float = 0.06,
+        weights: Literal["checkpoint", "random"] = "checkpoint",
         backend: Literal["reference", "portable", "triton"] | None = None,
         revision: str | None = None,
         show_progress: bool | None = None,
@@ -162,8 +183,10 @@ class Engine:
             dtype: of weights and activations; "auto" is float32 on the CPU, the checkpoint's own elsewhere.
             residual_dtype: of the stream the layers add to.
             max_num_seqs, max_num_batched_tokens, max_model_len, max_waiting, memory, seed, prefix_cache, max_snapshots,
-                snapshot_interval, host_memory: see `EngineOptions`.
-            backend: which implementation of the ops; None is the portable one.
+                snapshot_interval, host_memory, decode_graphs, free_memory_floor: see `EngineOptions`.
+            weights: "random" reads none and draws them on the device, for benchmarks: the model's folder then needs
+                only config.json and a tokenizer.
+            backend: which implementation of the ops; None is "triton" on a GPU that has Triton, else "portable".
             revision: of a hub id.
             show_progress: a bar on stderr while weights load; None shows it on a terminal.
 
@@ -178,7 +201,8 @@ class Engine:
             raise OptionError(f"model must be a string or a path, got {model!r}")
         model = str(model)
         torch_device = _resolve_device(device)
-        backend_name = Backend(_choice("backend", "portable" if backend is None else backend, list(Backend)))
+        _choice("weights", weights, ["checkpoint", "random"])
+        backend_name = _resolve_backend(backend, torch_device)
         residual = DTYPES[_choice("residual_dtype", residual_dtype, list(DTYPES))]
         _choice("dtype", dtype, ["auto", *DTYPES])
         options = EngineOptions(
@@ -192,6 +216,8 @@ class Engine:
             max_snapshots=max_snapshots,
             snapshot_interval=snapshot_interval,
             host_memory=host_memory,
+            decode_graphs=decode_graphs,
+            free_memory_floor=free_memory_floor,
         )
         folder = resolve_folder(model, revision)
         config = load_config(folder)
@@ -199,18 +225,24 @@ class Engine:
         tokenizer = Tokenizer.from_folder(folder, vocab_size=config.vocab_size)
         torch_dtype = _resolve_dtype(dtype, config, torch_device)
         ops = _select_ops(backend_name)
-        with loading_bar(show_progress) as on_progress:
-            tensors = load_tensors(
-                folder,
-                kind.parameter_table(config),
-                compute_dtype=torch_dtype,
-                device=torch_device,
-                on_progress=on_progress,
-                ignore=kind.ignored_tensors,
-            )
+        table = kind.parameter_table(config)
+        if weights == "random":
+            tensors = random_tensors(table, compute_dtype=torch_dtype, device=torch_device, seed=seed or 0)
+        else:
+            with loading_bar(show_progress) as on_progress:
+                tensors = load_tensors(
+                    folder,
+                    table,
+                    compute_dtype=torch_dtype,
+                    device=torch_device,
+                    on_progress=on_progress,
+                    ignore=kind.ignored_tensors,
+                )
         loaded = kind(config, tensors, ops, residual)
         seconds = time.perf_counter() - start
-        resolved = Resolved(model, folder, torch_device, torch_dtype, residual, backend_name, seconds)
+        resolved = Resolved(
+            model, folder, torch_device, torch_dtype, residual, backend_name, seconds, weights == "random"
+        )
         return cls(resolved, options, config, loaded, tokenizer)
 
     @overload
@@ -371,7 +403,8 @@ class Engine:
                 "host_memory": self._options.host_memory,
                 "save_bytes_per_token": SAVE_BYTES_PER_TOKEN[self._resolved.device.type],
             },
-            "memory": _describe_memory(plan, self._cache_bytes),
+            "memory": _describe_memory(plan, self._cache_bytes, self._device_memory),
+            "decode_graphs": list(self._core.runner.graph_sizes),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         }
 
@@ -419,6 +452,8 @@ class Engine:
 
     @cached_property
     def _fingerprint(self) -> str:
+        if self._resolved.has_random_weights:
+            return f"random weights, seed {self._options.seed or 0}"
         return fingerprint(self._resolved.folder)
 
     def _requests(
@@ -469,6 +504,61 @@ def _resolve_device(device: str) -> torch.device:
     if device == "cuda":
         raise DeviceError("device 'cuda' was asked for, and this torch finds no CUDA device")
     return torch.device("cpu")
+
+
+def _resolve_backend(backend: str | None, device: torch.device) -> Backend:
+    if backend is not None:
+        return Backend(_choice("backend", backend, list(Backend)))
+    has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return Backend.TRITON if has_triton else Backend.PORTABLE
+
+
+def _measure_device(
+    model: CausalLM,
+    specs: Sequence[LayerSpec],
+    resolved: Resolved,
+    options: EngineOptions,
+    config: ModelConfig,
+    *,
+    has_graphs: bool,
+) -> DeviceMemory:
+    """Runs the model once at every kind of shape, and says what memory that leaves."""
+    peak = warm_up(
+        model,
+        specs,
+        resolved.dtype,
+        resolved.device,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len or config.max_position_embeddings,
+    )
+    graphs = GRAPH_BYTES + options.max_num_seqs * config.vocab_size * LOGITS_BYTES if has_graphs else 0
+    return device_memory(resolved.device, activations=peak, graphs=graphs, floor_share=options.free_memory_floor)
+
+
+def _plan(
+    specs: Sequence[LayerSpec],
+    resolved: Resolved,
+    options: EngineOptions,
+    config: ModelConfig,
+    device: DeviceMemory | None,
+) -> MemoryPlan:
+    if device is None:
+        budget = options.memory if options.memory is not None else default_budget(resolved.device)
+    else:
+        budget = device.budget if options.memory is None else options.memory
+        if budget > device.budget or budget <= 0:
+            wanted = "nothing" if options.memory is None else f"memory={budget}"
+            raise CapacityError(f"{wanted} fits: {device}, which leaves {device.budget} bytes")
+    return plan_memory(
+        specs,
+        resolved.dtype,
+        budget=budget,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len,
+        model_limit=config.max_position_embeddings,
+        max_snapshots=options.max_snapshots if options.prefix_cache else 0,
+    )
 
 
 def _resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -523,8 +613,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _describe_memory(plan: MemoryPlan, cache_bytes: int) -> dict[str, Any]:
+def _describe_memory(plan: MemoryPlan, cache_bytes: int, device: DeviceMemory | None) -> dict[str, Any]:
     return {
+        "device": asdict(device) if device is not None else None,
         **asdict(plan),
         "planned_bytes": plan.num_bytes,
         "allocated_bytes": cache_bytes,

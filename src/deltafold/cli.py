@@ -121,6 +121,11 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
     group.add_argument("--max-snapshots", type=int, default=64, help="most state snapshots on the device (default: 64)")
     group.add_argument("--snapshot-interval", type=int, default=4096, help="tokens between snapshots (default: 4096)")
+    group.add_argument("--weights", default="checkpoint", help="checkpoint (default), or random for benchmarks")
+    group.add_argument("--no-decode-graphs", action="store_true", help="run every decode step of a GPU eagerly")
+    group.add_argument(
+        "--free-memory-floor", type=float, default=0.06, help="share of a GPU's memory that stays free (default: 0.06)"
+    )
     group.add_argument(
         "--host-memory",
         type=_byte_count,
@@ -159,6 +164,9 @@ def _load(arguments: argparse.Namespace, *, max_waiting: int | None = None) -> E
         max_snapshots=arguments.max_snapshots,
         snapshot_interval=arguments.snapshot_interval,
         host_memory=arguments.host_memory,
+        decode_graphs=not arguments.no_decode_graphs,
+        free_memory_floor=arguments.free_memory_floor,
+        weights=arguments.weights,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -69,17 +70,48 @@ class Subscription(_Subscription):
 
 
 class AsyncSubscription(_Subscription):
-    """Increments for a coroutine; must be made in the running event loop that reads it."""
+    """Increments for a coroutine; must be made in the running event loop that reads it, by one coroutine at a time."""
 
     def __init__(self, loop: EngineLoop, requests: Sequence[Request]) -> None:
         super().__init__(loop, requests)
-        self._queue: asyncio.Queue[Delivery] = asyncio.Queue()
-        # Bound to the queue, not to self: the loop's thread must not keep a stream alive that its reader dropped.
-        self._submit(requests, Inbox(self._queue.put_nowait, _RunOn(asyncio.get_running_loop())))
+        self._mailbox = _Mailbox()
+        # Bound to the mailbox, not to self: the loop's thread must not keep a stream alive that its reader dropped.
+        self._submit(requests, Inbox(self._mailbox.put, _RunOn(asyncio.get_running_loop())))
 
     async def get(self) -> Increment:
         """The next increment; EngineClosedError if there will be none."""
-        return self._accept(await self._queue.get())
+        await self._mailbox.wait()
+        return self._accept(self._mailbox.deliveries.popleft())
+
+
+class _Mailbox:
+    """Deliveries for one coroutine, all on its event loop's thread: an `asyncio.Queue` without what that costs a token.
+
+    It needs no bound of its own: a completion's deliveries are at most as many as its output tokens, and one more.
+    """
+
+    __slots__ = ("_arrival", "deliveries")
+
+    def __init__(self) -> None:
+        self.deliveries: deque[Delivery] = deque()
+        self._arrival: asyncio.Future[None] | None = None
+
+    def put(self, delivery: Delivery) -> None:
+        self.deliveries.append(delivery)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    async def wait(self) -> None:
+        """Returns once there is a delivery."""
+        if self.deliveries:
+            return
+        if self._arrival is not None:
+            raise RuntimeError("another coroutine waits for this stream already; a stream has one reader at a time")
+        self._arrival = asyncio.get_running_loop().create_future()
+        try:
+            await self._arrival
+        finally:
+            self._arrival = None
 
 
 def _run_here(function: Callable[[], None]) -> None:
@@ -134,8 +166,27 @@ class AsyncTokenStream(AsyncSubscription):
     async def __anext__(self) -> TokenOutput:
         if self.is_finished:
             raise StopAsyncIteration
+        await self._wait()
+        return _token_output(self._accept(self._mailbox.deliveries.popleft()))
+
+    async def take(self) -> list[TokenOutput]:
+        """All increments that have come and were not read, and waits for one if there is none; empty at the end.
+
+        A reader that is slower than the engine catches up at once. Raises what `async for` would, after what came
+        before it.
+        """
+        if self.is_finished:
+            return []
+        await self._wait()
+        deliveries = self._mailbox.deliveries
+        outputs = [_token_output(self._accept(deliveries.popleft()))]
+        while deliveries and not _is_failure(deliveries[0]):
+            outputs.append(_token_output(self._accept(deliveries.popleft())))
+        return outputs
+
+    async def _wait(self) -> None:
         try:
-            return _token_output(await self.get())
+            await self._mailbox.wait()
         except asyncio.CancelledError:
             self.abort()
             raise
@@ -189,6 +240,10 @@ def _completion(request: Request, text: str, index: int) -> Completion:
         prompt_logprobs=tuple(request.prompt_logprobs) if params.prompt_logprobs is not None else None,
         error=request.error,
     )
+
+
+def _is_failure(delivery: Delivery) -> bool:
+    return isinstance(delivery, EngineClosedError) or (delivery.is_last and delivery.request.error is not None)
 
 
 def _token_output(increment: Increment) -> TokenOutput:

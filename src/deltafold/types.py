@@ -122,6 +122,12 @@ class SamplingParams:
             raise RequestError(f"cache_salt must be a string, got {self.cache_salt!r}", param="cache_salt")
         self._freeze_collections()
 
+    @property
+    def needs_output_on_host(self) -> bool:
+        """Whether drawing a token takes more than the logits: what was drawn before, or logprobs to report."""
+        has_penalty = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(has_penalty) or self.logprobs is not None or self.prompt_logprobs is not None
+
     def _freeze_collections(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop, "a string or strings")
         if len(stop) > MAX_STOP_STRINGS:
@@ -228,6 +234,8 @@ class EngineOptions:
         max_snapshots: most state snapshots kept on the device, each as large as a running request's state.
         snapshot_interval: tokens between snapshots inside a long prefill, a multiple of 64.
         host_memory: most bytes of host memory for further snapshots, preempted requests and sessions.
+        decode_graphs: on a GPU with the Triton backend, capture decode steps as CUDA graphs at start.
+        free_memory_floor: share of a GPU's memory that stays free, in [0, 0.9].
     """
 
     max_num_seqs: int = 64
@@ -240,6 +248,8 @@ class EngineOptions:
     max_snapshots: int = 64
     snapshot_interval: int = 4096
     host_memory: int = 2**30
+    decode_graphs: bool = True
+    free_memory_floor: float = 0.06
 
     def __post_init__(self) -> None:
         lowest = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "max_model_len": 2, "max_waiting": 0, "memory": 1}
@@ -254,8 +264,12 @@ class EngineOptions:
             raise OptionError(f"seed must be an integer, got {self.seed!r}")
         if self.snapshot_interval % 64:
             raise OptionError(f"snapshot_interval must be a multiple of 64, got {self.snapshot_interval!r}")
-        if not isinstance(self.prefix_cache, bool):
-            raise OptionError(f"prefix_cache must be a boolean, got {self.prefix_cache!r}")
+        for name in ("prefix_cache", "decode_graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} must be a boolean, got {getattr(self, name)!r}")
+        floor = self.free_memory_floor
+        if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 <= floor <= 0.9:
+            raise OptionError(f"free_memory_floor must be a share in [0, 0.9], got {floor!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,12 @@ step checks what it reads, so that a state of other tokens, an unwritten slot or
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from deltafold.cache.prefix_cache import PrefixCache, extend_hashes
 from deltafold.cache.transfers import CopySlot, DropHost, LoadBlocks, LoadSlot, SaveBlocks, SaveSlot, Transfer
 from deltafold.scheduler.output import RequestResult, ScheduledRequest, SchedulerOutput
-from deltafold.scheduler.request import Request
+from deltafold.scheduler.request import PENDING_TOKEN, Request
 
 BLOCK = 64
 GARBAGE = -1
@@ -41,6 +42,16 @@ def continuation(prompt: Sequence[int], num_tokens: int, vocab: int) -> list[int
     return output
 
 
+@dataclass(frozen=True)
+class FakeStep:
+    """Stands for a StepInFlight."""
+
+    results: Mapping[str, RequestResult]
+
+    def wait(self) -> Mapping[str, RequestResult]:
+        return self.results
+
+
 class FakeMemory:
     """Stands for a ModelRunner. `fails_step` and `fails_save` say, asked each time, what runs out of memory."""
 
@@ -48,6 +59,7 @@ class FakeMemory:
         self.cache = cache
         self.vocab = vocab
         self.slots = [GARBAGE] * cache.slots.total
+        self.device_tokens = [GARBAGE] * cache.slots.total
         self.rows = [[GARBAGE] * BLOCK for _ in range(cache.blocks.total)]
         self.host_states: dict[int, int] = {}
         self.host_rows: dict[int, list[int]] = {}
@@ -56,6 +68,7 @@ class FakeMemory:
         self.histories: dict[str, list[int]] = {}
         self.outputs: list[SchedulerOutput] = []
         self.num_failed_saves = 0
+        self.num_pending_reads = 0  # decodes of a token that the host did not know yet
         self.fails_step: Callable[[], bool] = lambda: False
         self.fails_save: Callable[[], bool] = lambda: False
 
@@ -79,7 +92,7 @@ class FakeMemory:
                     self.host_rows.pop(host_id, None)
         return failed
 
-    def execute(self, output: SchedulerOutput) -> Mapping[str, RequestResult]:
+    def launch(self, output: SchedulerOutput) -> FakeStep:
         self.outputs.append(output)
         self._check_places(output)
         for item in output.scheduled:
@@ -88,16 +101,22 @@ class FakeMemory:
             for item in output.scheduled:
                 self._spoil(item)
             raise MemoryError("injected")
-        return {item.request.key: self._compute(item) for item in output.scheduled}
+        return FakeStep({item.request.key: self._compute(item) for item in output.scheduled})
 
     def history(self, request: Request) -> list[int]:
-        """Of all tokens the request has so far."""
+        """Of all tokens the request has so far, the one included that only the device knows."""
         known = self.histories.setdefault(request.key, history([]))
-        if len(known) <= len(request.token_ids):
-            for token_id in request.token_ids[len(known) - 1 :]:
+        token_ids = self._token_ids(request)
+        if len(known) <= len(token_ids):
+            for token_id in token_ids[len(known) - 1 :]:
                 known.append(hash((known[-1], token_id)))
-            self._learn(request, known)
+            self._learn(request, token_ids, known)
         return known
+
+    def _token_ids(self, request: Request) -> list[int]:
+        if request.token_ids[-1] != PENDING_TOKEN:
+            return request.token_ids
+        return [*request.token_ids[:-1], self.device_tokens[request.state_slot or 0]]
 
     def check(self) -> None:
         """Every published snapshot and every cached block is of exactly the tokens it is filed under."""
@@ -108,9 +127,9 @@ class FakeMemory:
             assert self.rows[block_id] == self.rows_of[key], f"block {block_id} is of other tokens"
         assert self.cache.host._entries.keys() == self.host_states.keys() >= self.host_rows.keys()
 
-    def _learn(self, request: Request, known: list[int]) -> None:
+    def _learn(self, request: Request, token_ids: list[int], known: list[int]) -> None:
         hashes: list[bytes] = []
-        extend_hashes(hashes, request.token_ids, BLOCK, request.salt)
+        extend_hashes(hashes, token_ids, BLOCK, request.salt)
         for i, key in enumerate(hashes):
             self.state_of[key] = known[(i + 1) * BLOCK]
             self.rows_of[key] = known[i * BLOCK + 1 : (i + 1) * BLOCK + 1]
@@ -140,6 +159,9 @@ class FakeMemory:
         request, start = item.request, item.num_computed_tokens
         known = self.history(request)
         assert item.has_initial_state == (start > 0)
+        self.num_pending_reads += request.token_ids[-1] == PENDING_TOKEN
+        if item.is_decode and item.has_device_token:
+            assert self.device_tokens[request.state_slot or 0] == self._token_ids(request)[start]
         if item.has_initial_state:
             assert self.slots[request.state_slot or 0] == known[start], f"{request.key} reads a state of other tokens"
         for i, block_id in enumerate(request.block_ids):
@@ -157,7 +179,11 @@ class FakeMemory:
             assert 0 < item.snapshot.num_tokens <= item.num_scheduled_tokens
             assert (start + item.snapshot.num_tokens) % BLOCK == 0
             self.slots[item.snapshot.slot] = known[start + item.snapshot.num_tokens]
-        return RequestResult(next_token(known[end], self.vocab)) if item.is_sampled else RequestResult()
+        if not item.is_sampled:
+            return RequestResult()
+        token_id = next_token(known[end], self.vocab)
+        self.device_tokens[request.state_slot or 0] = token_id
+        return RequestResult(token_id)
 
     def _spoil(self, item: ScheduledRequest) -> None:
         request, start = item.request, item.num_computed_tokens

@@ -75,6 +75,17 @@ class Stream:
         self.num_unfinished -= item.finish_reason is not None
         return item
 
+    async def take(self) -> list[TokenOutput]:
+        outputs = [output] if (output := await anext(self, None)) is not None else []
+        while (
+            outputs
+            and self.num_unfinished
+            and not self.queue.empty()
+            and not isinstance(self.queue._queue[0], Exception)
+        ):
+            outputs.append(await anext(self))
+        return outputs
+
 
 class FakeEngine:
     """`is_stepping`: step by itself whenever something runs; otherwise the test calls `step()`."""

@@ -1,6 +1,7 @@
 """Bits per byte of the held-out text: the model, `xz -9` of the text itself, and an order-5 byte n-gram.
 
-`python -m tools.builtin_model.evaluate` runs xz and the n-gram; `--model FOLDER` adds the model in that folder.
+`python -m tools.builtin_model.evaluate` runs xz and the n-gram; `--model FOLDER` the model in that folder instead, by
+`transformers`, or with `--engine DEVICE` by this project's engine (`--dtype`, `--backend`).
 A document is scored from an [EOS] before it to the [EOS] that ends it, and divided by its UTF-8 bytes alone.
 """
 
@@ -21,6 +22,8 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
     from transformers import KimiLinearForCausalLM
+
+    from deltafold import Engine
 
 SCRATCH = Path(".work/builtin")
 Floats = npt.NDArray[np.float64]
@@ -166,15 +169,74 @@ def score_model(
         )
         for row, loss in zip(part, losses.tolist(), strict=True):
             bits[str(tokens.sources[row[2]])] += loss / math.log(2)
+    return _score(bits, tokens)
+
+
+def score_engine(engine: Engine, tokens: TokenSet, eos_id: int, *, window: int = 2048) -> Score:
+    """What `score_model` computes, by an engine: the same windows, so that the two can be compared."""
+    from deltafold import SamplingParams
+
+    prompts: list[list[int]] = []
+    scored: list[tuple[int, str]] = []  # how many tokens at a prompt's end are scored in it, and the source
+    for document, source in zip(tokens.documents(), tokens.sources.tolist(), strict=True):
+        sequence = [eos_id, *document.tolist(), eos_id]
+        done = 1
+        for start in range(0, len(sequence) - 1, window // 2):
+            end = min(len(sequence), start + window + 1)
+            prompts.append(sequence[start:end])
+            scored.append((end - done, source))
+            done = end
+            if end == len(sequence):
+                break
+    bits: dict[str, float] = defaultdict(float)
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    for at in range(0, len(prompts), 64):  # logprobs are Python objects: a few hundred bytes a token
+        completions = engine.complete_tokens(prompts[at : at + 64], params)
+        for completion, (count, source) in zip(completions, scored[at : at + 64], strict=True):
+            entries = (completion.prompt_logprobs or ())[-count:]
+            bits[source] -= sum(entry.logprob for entry in entries if entry is not None) / math.log(2)
+    return _score(bits, tokens)
+
+
+def _score(bits: dict[str, float], tokens: TokenSet) -> Score:
     sizes: dict[str, int] = defaultdict(int)
     for source, size in zip(tokens.sources.tolist(), tokens.num_bytes.tolist(), strict=True):
         sizes[source] += size
     return Score(sum(bits.values()), sum(sizes.values()), {s: bits[s] / sizes[s] for s in sizes})
 
 
+def _scored_by_engine(arguments: argparse.Namespace, tokens: TokenSet) -> Score:
+    from deltafold import Engine
+
+    from .tokenizer import SPECIAL_IDS
+
+    with Engine.load(
+        arguments.model,
+        device=arguments.engine,
+        dtype=arguments.dtype,
+        backend=arguments.backend,
+        prefix_cache=False,
+        show_progress=False,
+    ) as engine:
+        return score_engine(engine, tokens, SPECIAL_IDS["[EOS]"])
+
+
+def _scored_by_transformers(arguments: argparse.Namespace, tokens: TokenSet) -> Score:
+    import torch
+
+    from .model import EOS_ID, load, use_kernels
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    use_kernels(device)
+    return score_model(load(arguments.model, device), tokens, EOS_ID, batch=2 if device.type == "cpu" else 16)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="folder of an exported model")
+    parser.add_argument("--engine", choices=("cpu", "cuda"), help="score it by this project's engine on this device")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of --engine")
+    parser.add_argument("--backend", default="portable", choices=("portable", "triton"), help="of --engine")
     parser.add_argument("--split", default="heldout", choices=("valid", "heldout"))
     parser.add_argument(
         "--max-documents", type=int, help="score only this many documents, evenly spread (the model is slow on a CPU)"
@@ -182,19 +244,13 @@ def main() -> None:
     arguments = parser.parse_args()
     result: dict[str, object] = {}
     if arguments.model:
-        import torch
-
-        from .model import EOS_ID, load, use_kernels
-
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        use_kernels(device)
         tokens = TokenSet.load(SCRATCH / "tokens" / f"{arguments.split}.npz")
         if arguments.max_documents and arguments.max_documents < len(tokens.lengths):
             documents = tokens.documents()
             chosen = np.linspace(0, len(documents) - 1, arguments.max_documents).astype(int)
             ids = np.concatenate([documents[i] for i in chosen])
             tokens = TokenSet(ids, tokens.lengths[chosen], tokens.num_bytes[chosen], tokens.sources[chosen])
-        score = score_model(load(arguments.model, device), tokens, EOS_ID, batch=2 if device.type == "cpu" else 16)
+        score = _scored_by_engine(arguments, tokens) if arguments.engine else _scored_by_transformers(arguments, tokens)
         result["model"] = {
             "bits_per_byte": score.bits_per_byte,
             "num_bytes": score.num_bytes,

@@ -189,10 +189,38 @@ def allocated_bytes(caches: Sequence[LayerCache]) -> int:
 
 
 def default_budget(device: torch.device) -> int:
-    """DEFAULT_SHARE of the bytes that are free on the device now."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * DEFAULT_SHARE)
-    return int(_available_host_bytes() * DEFAULT_SHARE)
+    """DEFAULT_SHARE of the bytes that are free on the device now: what pools take that are not planned by measure."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _available_host_bytes()
+    return int(free * DEFAULT_SHARE)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a device, as of after the weights are on it; what is left for the pools is `budget`."""
+
+    total: int
+    free: int
+    activations: int  # of the largest step
+    graphs: int
+    floor: int  # stays free
+
+    @property
+    def budget(self) -> int:
+        return self.free - self.activations - self.graphs - self.floor
+
+    def __str__(self) -> str:
+        return (
+            f"of {self.total} bytes {self.free} are free beside the weights; activations take {self.activations}, "
+            f"decode graphs {self.graphs}, and {self.floor} stay free"
+        )
+
+
+def device_memory(device: torch.device, *, activations: int, graphs: int, floor_share: float) -> DeviceMemory:
+    """What a CUDA device has now. Where it shares the host's memory, the floor is kept in that too."""
+    free, total = torch.cuda.mem_get_info(device)
+    if torch.cuda.get_device_properties(device).is_integrated:
+        free = min(free, _available_host_bytes())
+    return DeviceMemory(total, free, activations, graphs, int(total * floor_share))
 
 
 def _num_slots_that_fit(budget: int, slot: int, block: int, wanted: int, max_num_seqs: int) -> int:

@@ -41,8 +41,9 @@ class ForwardBatch:
     block_table: Tensor  # [N, max_blocks] int32
     state_slots: Tensor  # [N] int32
     has_initial_state: Tensor  # [N] bool, whether the slot holds this request's state
-    logits_indices: Tensor  # [L] int64, tokens whose logits are wanted
+    logits_indices: Tensor | None  # [L] int64, tokens whose logits are wanted; None: of all
     num_decodes: int
+    num_prefill_blocks: int  # columns of block_table that the longest context of a prefill fills
     snapshots: SnapshotPlan | None  # None if no prefill of this step copies its state
 
     @property

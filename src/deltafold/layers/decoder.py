@@ -104,7 +104,8 @@ class Decoder:
         last = len(self.layers) - 1
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             x = layer.mixer.forward(x, batch, cache, ops)
-            if i == last:  # from here on only the rows whose logits are wanted matter
+            if i == last and batch.logits_indices is not None:
+                # From here on only the rows whose logits are wanted matter.
                 x, residual = x[batch.logits_indices], residual[batch.logits_indices]
                 if x.shape[0] == 0:
                     break

@@ -86,6 +86,6 @@ class GatedAttention:
         if n > 0:
             outputs.append(ops.gqa_decode(q[:n], *caches, batch.seq_lens[:n], batch.block_table[:n], scale))
         if n < batch.num_requests:
-            lengths, table = batch.seq_lens[n:], batch.block_table[n:]
+            lengths, table = batch.seq_lens[n:], batch.block_table[n:, : batch.num_prefill_blocks]
             outputs.append(ops.gqa_prefill(q[n:], *caches, batch.prefill_start_loc, lengths, table, scale))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

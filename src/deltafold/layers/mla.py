@@ -113,7 +113,7 @@ class Mla:
             latent_cache,
             batch.prefill_start_loc,
             batch.seq_lens[n:],
-            batch.block_table[n:],
+            batch.block_table[n:, : batch.num_prefill_blocks],
             self._scale,
         )  # [T, H, V]
 

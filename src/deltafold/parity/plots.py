@@ -103,7 +103,7 @@ def log_lines(
 
 
 def log_dots(title: str, labels: Sequence[str], groups: Sequence[Line]) -> str:
-    """Positive values on a logarithmic axis across, a line of dots for each label; values of 0 and below at its start."""
+    """Positive values on a logarithmic axis across, a row of dots for each label; 0 and below stand at its start."""
     positive = [value for group in groups for value in group.values if 0 < value < math.inf]
     low = math.floor(math.log10(min(positive, default=0.1)))
     high = max(low + 1, math.ceil(math.log10(max(positive, default=1.0))))

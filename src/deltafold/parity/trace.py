@@ -85,7 +85,7 @@ def _behind(engine: Engine) -> _Traced:
 def _run_engine(traced: _Traced, recorder: Recorder, token_ids: Sequence[int], split: int) -> list[RequestResult]:
     """The engine's model in a runner of its own, greedy; later tokens are `token_ids`, whatever was drawn."""
     caches = _caches(traced.model, len(token_ids), traced.dtype, traced.device)
-    runner = ModelRunner(observed(traced.model, recorder), caches, traced.device)
+    runner = ModelRunner(observed(traced.model, recorder), caches, traced.device, num_slots=1)
     request = Request(
         request_id="trace",
         index=0,
@@ -170,5 +170,6 @@ def _straight_batch(token_ids: Sequence[int], start: int) -> ForwardBatch:
         has_initial_state=torch.tensor([start > 0]),
         logits_indices=integers([count - 1], torch.int64),
         num_decodes=int(start > 0),
+        num_prefill_blocks=0 if start else -(-end // BLOCK_SIZE),
         snapshots=None,
     )

@@ -14,8 +14,8 @@ from deltafold.scheduler.output import ScheduledRequest, SchedulerOutput
 
 
 def build_batch(output: SchedulerOutput, device: torch.device) -> ForwardBatch:
-    """The tensors of one step on `device`. `logits_indices` lists, request by request, the tokens whose logits are
-    wanted (see `logits_rows`)."""
+    """The tensors of one step on `device`; of decodes the token ids are the host's, which may be stale.
+    `logits_indices` lists, request by request, the tokens whose logits are wanted (see `logits_rows`)."""
     items = output.scheduled
     num_decodes = sum(item.is_decode for item in items)
     starts = [0, *accumulate(item.num_scheduled_tokens for item in items)]
@@ -43,10 +43,11 @@ def build_batch(output: SchedulerOutput, device: torch.device) -> ForwardBatch:
         seq_lens=integers([item.num_computed_tokens + item.num_scheduled_tokens for item in items]),
         slot_mapping=integers(slot_mapping, torch.int64),
         block_table=_block_table(items, device),
-        state_slots=integers([_slot(item) for item in items]),
+        state_slots=integers([state_slot(item) for item in items]),
         has_initial_state=integers([item.has_initial_state for item in items], torch.bool),
         logits_indices=integers(logits_indices, torch.int64),
         num_decodes=num_decodes,
+        num_prefill_blocks=max((_num_blocks(item) for item in items[num_decodes:]), default=0),
         snapshots=_snapshots(items[num_decodes:], num_decodes, device),
     )
 
@@ -67,7 +68,7 @@ def _snapshots(prefills: Sequence[ScheduledRequest], num_decodes: int, device: t
     starts, before, after, has_before = [0], [], [], []
     sources, targets, boundaries = [], [], []
     for item in prefills:
-        slot, end = _slot(item), starts[-1] + item.num_scheduled_tokens
+        slot, end = state_slot(item), starts[-1] + item.num_scheduled_tokens
         boundary = end
         if item.snapshot is not None:
             boundary = starts[-1] + item.snapshot.num_tokens
@@ -94,7 +95,8 @@ def _snapshots(prefills: Sequence[ScheduledRequest], num_decodes: int, device: t
     )
 
 
-def _slot(item: ScheduledRequest) -> int:
+def state_slot(item: ScheduledRequest) -> int:
+    """The slot a scheduled request holds."""
     if item.request.state_slot is None:
         raise ValueError(f"{item.request.key} is scheduled without a state slot")
     return item.request.state_slot
@@ -102,7 +104,12 @@ def _slot(item: ScheduledRequest) -> int:
 
 def _block_table(items: Sequence[ScheduledRequest], device: torch.device) -> torch.Tensor:
     # As wide as this step's longest context, not as max_model_len.
-    widths = [-(-(item.num_computed_tokens + item.num_scheduled_tokens) // BLOCK_SIZE) for item in items]
+    widths = [_num_blocks(item) for item in items]
     width = max(widths)
     rows = [item.request.block_ids[:used] + [0] * (width - used) for item, used in zip(items, widths, strict=True)]
     return torch.tensor(rows, dtype=torch.int32).to(device, non_blocking=True)
+
+
+def _num_blocks(item: ScheduledRequest) -> int:
+    """Blocks that the request's context fills after this step."""
+    return -(-(item.num_computed_tokens + item.num_scheduled_tokens) // BLOCK_SIZE)

@@ -63,16 +63,23 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[i
     return result
 
 
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether the drawn token is the largest logit, unmodified."""
+    return params.temperature == 0 and _is_plain(params)
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    return (
+        not params.logit_bias
+        and params.presence_penalty == params.frequency_penalty == 0
+        and params.repetition_penalty == 1
+    )
+
+
 def _adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     adjusted = logits
     for i, row in enumerate(rows):
-        params = row.params
-        is_plain = (
-            not params.logit_bias
-            and params.presence_penalty == params.frequency_penalty == 0
-            and params.repetition_penalty == 1
-        )
-        if is_plain:
+        if _is_plain(row.params):
             continue
         if adjusted is logits:
             adjusted = logits.clone()

@@ -27,6 +27,7 @@ class ScheduledRequest:
     has_initial_state: bool  # the slot holds this request's state up to num_computed_tokens
     is_sampled: bool  # the step reaches the request's last known token, so a new one is drawn
     snapshot: SnapshotPoint | None = None  # where inside the chunk the state is copied aside
+    has_device_token: bool = False  # the last known token was drawn in the request's slot: the device has it
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,10 @@ class SavedState:
     num_bytes: int
 
 
+PENDING_TOKEN = -1
+"""Stands for a token that was drawn and that the host has not seen yet; only while the next step is scheduled."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One completion of one prompt.
@@ -49,6 +53,7 @@ class Request:
     num_prefill_tokens: int = 0
     num_cached_tokens: int = 0
     has_state: bool = False
+    has_device_token: bool = False  # the last known token was drawn in the slot it holds
     block_ids: list[int] = field(default_factory=list)
     state_slot: int | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)

@@ -16,7 +16,7 @@ from deltafold.cache.prefix_cache import Match, PrefixCache, Snapshot, extend_ha
 from deltafold.cache.transfers import CopySlot, LoadBlocks, LoadSlot, SaveBlocks, SaveSlot, Transfer
 from deltafold.errors import CapacityError, DeltafoldError, NumericalError
 from deltafold.scheduler.output import RequestResult, ScheduledRequest, SchedulerOutput, SnapshotPoint
-from deltafold.scheduler.request import Request, RequestStatus, SavedState
+from deltafold.scheduler.request import PENDING_TOKEN, Request, RequestStatus, SavedState
 from deltafold.types import FinishReason
 
 CHUNK_GRID = 64
@@ -65,6 +65,7 @@ class Scheduler:
         self._cache = cache or no_prefix_cache(blocks, slots)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._advanced: SchedulerOutput | None = None  # the step that was counted before its results were known
         self._left_behind: list[Request] = []  # finished, with memory whose move is listed and not yet carried out
         self.num_preemptions = 0
         self.num_saved_preemptions = 0
@@ -139,14 +140,37 @@ class Scheduler:
                     request.num_prefill_tokens = len(request.token_ids)
         self._left_behind.clear()
 
+    def may_run_ahead(self, output: SchedulerOutput) -> bool:
+        """Whether the step after `output` can be scheduled before its results are known: it decodes, without needing
+        what was drawn, without anyone to preempt or admit, and with no state to be copied in between."""
+        requests = [item.request for item in output.scheduled]
+        return (
+            all(item.is_decode and item.request.status is RequestStatus.RUNNING for item in output.scheduled)
+            and (not self._waiting or len(self._running) >= self._limits.max_num_seqs)
+            and len(self._running) == len(requests) <= self._blocks.num_available
+            and not any(request.keeps_state or request.params.needs_output_on_host for request in requests)
+            and not (self._cache.is_enabled and any(self._fills_block(item) for item in output.scheduled))
+        )
+
+    def advance(self, output: SchedulerOutput) -> None:
+        """Counts a step's tokens as computed before its results are known; a token it draws is a PENDING_TOKEN until
+        `update`. To be called once for a step, and only if `may_run_ahead`."""
+        for item in output.scheduled:
+            self._count(item)
+            item.request.token_ids.append(PENDING_TOKEN)
+        self._advanced = output
+
     def update(self, output: SchedulerOutput, results: Mapping[str, RequestResult]) -> None:
         """Takes in what the step computed: one result for each scheduled request, by its key."""
+        is_advanced = output is self._advanced
         for item in output.scheduled:
             request = item.request
+            if is_advanced:
+                request.token_ids.pop()
             if request.status is not RequestStatus.RUNNING:
-                continue  # aborted while the step ran
-            request.num_computed_tokens += item.num_scheduled_tokens
-            request.has_state = True
+                continue  # ended while the step ran
+            if not is_advanced:
+                self._count(item)
             result = results[request.key]
             request.prompt_logprobs += result.prompt_logprobs
             if not result.is_finite:
@@ -159,6 +183,17 @@ class Scheduler:
                 self._publish(request, is_decode=item.is_decode)
             if item.is_sampled:
                 self._append(request, result)
+        self._advanced = None
+
+    def _count(self, item: ScheduledRequest) -> None:
+        request = item.request
+        request.num_computed_tokens += item.num_scheduled_tokens
+        request.has_state = True
+        request.has_device_token = item.is_sampled
+
+    @staticmethod
+    def _fills_block(item: ScheduledRequest) -> bool:
+        return (item.num_computed_tokens + item.num_scheduled_tokens) % CHUNK_GRID == 0
 
     def finish(
         self,
@@ -230,6 +265,8 @@ class Scheduler:
     def _schedule_decodes(self, scheduled: dict[str, ScheduledRequest], preempted: list[Request]) -> None:
         for request in list(self._running):
             is_decoding = request.is_prefilled and request.status is RequestStatus.RUNNING
+            if len(request.token_ids) >= request.max_total_tokens:
+                continue  # its last token is drawn, and pending
             if is_decoding and self._grow(request, preempted):
                 scheduled[request.key] = self._item(request, 1, is_decode=True)
 
@@ -366,6 +403,7 @@ class Scheduler:
             has_initial_state=request.has_state,
             is_sampled=end == len(request.token_ids),
             snapshot=None if is_decode else self._snapshot_point(request, end),
+            has_device_token=request.has_device_token,
         )
 
     def _snapshot_point(self, request: Request, end: int) -> SnapshotPoint | None:
@@ -485,3 +523,4 @@ class Scheduler:
         request.block_ids = []
         request.state_slot = None
         request.has_state = False
+        request.has_device_token = False

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +18,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deltafold import DeltafoldError, SamplingParams, TokenOutput, Usage
+from deltafold import AsyncTokenStream, DeltafoldError, SamplingParams, TokenOutput, Usage
 from deltafold.server.disconnect import unless_disconnected
+from deltafold.server.frames import Frames, encode
 from deltafold.server.metrics import TokenTimer
 from deltafold.server.middleware import CLIENT_CLOSED_REQUEST
 from deltafold.server.problems import to_problem
-from deltafold.server.shapes import Choice, Shape, usage_object
+from deltafold.server.shapes import Shape, usage_object
 from deltafold.server.state import ServerState
 
 request_log = logging.getLogger("deltafold.server.request")
@@ -84,7 +85,7 @@ class Call:
             self._record.outcome = "ok"
             choices = [self._shape.choice(index, completion) for index, completion in enumerate(completions)]
             body = {**self._head(self._shape.object), "choices": choices, "usage": self._usage()}
-            return Response(_dumps(body), media_type="application/json")
+            return Response(encode(body), media_type="application/json")
         finally:
             self._close((self.id,), is_stream=False)
 
@@ -112,33 +113,27 @@ class Call:
 
         return _EventStream(self._events(streams, include_usage), on_end)
 
-    async def _events(
-        self, streams: Sequence[AsyncIterator[TokenOutput]], include_usage: bool
-    ) -> AsyncGenerator[bytes, None]:
-        head = _dumps(self._head(self._shape.chunk_object))[:-1]
-        before, after = b"data: " + head + b',"choices":[', b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
-
-        def chunk(choice: Choice) -> bytes:
-            return before + _dumps(choice) + after
-
+    async def _events(self, streams: Sequence[AsyncTokenStream], include_usage: bool) -> AsyncGenerator[bytes, None]:
+        """What is written to the socket, piece by piece: the events of all that has come, in one piece."""
+        frames = Frames(self._shape, self._head(self._shape.chunk_object), has_usage=include_usage)
         num_choices = len(self._prompts) * self._params.n
-        for index in range(num_choices):
-            for choice in self._shape.openings(index):
-                yield chunk(choice)
+        if openings := "".join([frames.openings(index) for index in range(num_choices)]):
+            yield openings.encode()
         timers = [TokenTimer(self._state.metrics, self._start) for _ in range(num_choices)]
         try:
-            async with aclosing(_merge(streams)) as outputs:
-                async for prompt_index, output in outputs:
-                    index = prompt_index * self._params.n + output.index
-                    self._note_output(index, output, timers[index])
-                    if data := b"".join([chunk(choice) for choice in self._shape.increments(index, output)]):
-                        yield data
+            async with aclosing(_merge(streams)) as batches:
+                async for prompt_index, outputs in batches:
+                    first = prompt_index * self._params.n
+                    for output in outputs:
+                        self._note_output(first + output.index, output, timers[first + output.index])
+                    if events := "".join([frames.increment(first + output.index, output) for output in outputs]):
+                        yield events.encode()
         except DeltafoldError as error:
             self._note_error(error)
             yield b"data: " + to_problem(error).to_json() + b"\n\n"
             return
         if include_usage:
-            yield before + b'],"usage":' + _dumps(self._usage()) + b"}\n\n"
+            yield frames.usage(self._usage()).encode()
         self._record.outcome = "ok"
         yield b"data: [DONE]\n\n"
 
@@ -190,33 +185,21 @@ class Call:
         request_log.info("%s", json.dumps(line))
 
 
-# a NaN that came this far is a defect, and clients could not parse it
-_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False)
-
-
-def _dumps(value: Any) -> bytes:
-    return _ENCODER.encode(value).encode()
-
-
-async def _next_of(stream: AsyncIterator[TokenOutput]) -> TokenOutput | None:
-    return await anext(stream, None)
-
-
-async def _merge(streams: Sequence[AsyncIterator[TokenOutput]]) -> AsyncGenerator[tuple[int, TokenOutput], None]:
-    """The outputs of all streams as they come, each with its stream's position."""
+async def _merge(streams: Sequence[AsyncTokenStream]) -> AsyncGenerator[tuple[int, list[TokenOutput]], None]:
+    """The outputs of all streams as they come, each list with its stream's position."""
     if len(streams) == 1:
-        async for output in streams[0]:
-            yield 0, output
+        while outputs := await streams[0].take():
+            yield 0, outputs
         return
-    pending = {asyncio.ensure_future(_next_of(stream)): index for index, stream in enumerate(streams)}
+    pending = {asyncio.ensure_future(stream.take()): index for index, stream in enumerate(streams)}
     try:
         while pending:
             done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=pending.__getitem__):
                 index = pending.pop(task)
-                if (following := task.result()) is not None:
-                    pending[asyncio.ensure_future(_next_of(streams[index]))] = index
-                    yield index, following
+                if outputs := task.result():
+                    pending[asyncio.ensure_future(streams[index].take())] = index
+                    yield index, outputs
     finally:
         for task in pending:
             task.cancel()
