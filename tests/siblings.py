@@ -137,15 +137,13 @@ def draw_sibling(architecture: str, seed: int) -> Config:
 
 
 def _draw_hybrid(architecture: str, seed: int) -> Config:
-    draw = random.Random(seed)
+    draw = random.Random(1000 + seed)
     num_layers = draw.randint(2, 5)
     kinds = [draw.choice(("linear_attention", "linear_attention", "full_attention")) for _ in range(num_layers)]
     kinds[draw.randrange(num_layers)] = "full_attention"  # the oracle's cache needs one
     num_kv_heads, num_key_heads = draw.randint(1, 3), draw.randint(1, 3)
-    head_dim = 4 * draw.randint(2, 7)
-    rope = {"rope_theta": draw.choice((10_000.0, 1e6)), "partial_rotary_factor": draw.choice((0.25, 0.5, 1.0))}
-    if int(head_dim * rope["partial_rotary_factor"]) % 2:
-        rope["partial_rotary_factor"] = 0.5
+    head_dim = 8 * draw.randint(1, 4)
+    rope = {"rope_theta": draw.choice((10_000.0, 1e6)), "partial_rotary_factor": (0.25, 0.5, 1.0)[seed % 3]}
     rope |= _draw_yarn(draw) if seed % 4 == 3 else {"rope_type": "default"}
     config = BASE[architecture] | {
         "hidden_size": draw.randint(20, 70),
@@ -191,7 +189,7 @@ def _draw_yarn(draw: random.Random) -> Config:
 
 
 def _draw_deepseek(seed: int) -> Config:
-    draw = random.Random(seed)
+    draw = random.Random(1000 + seed)
     num_heads = draw.randint(1, 4)
     num_groups = draw.choice((1, 2, 3))
     group_size = draw.randint(1, 4)
