@@ -23,12 +23,15 @@ from transformers import (
     Qwen3_5MoeForConditionalGeneration,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 CLASSES: Mapping[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "DeepseekV2ForCausalLM": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "Qwen3_5ForCausalLM": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "Qwen3_5MoeForCausalLM": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+    "Qwen3NextForCausalLM": (Qwen3NextConfig, Qwen3NextForCausalLM),
 }
 WRAPPERS: Mapping[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], str]] = {
     "Qwen3_5ForConditionalGeneration": (Qwen3_5Config, Qwen3_5ForConditionalGeneration, "Qwen3_5ForCausalLM"),
@@ -104,6 +107,9 @@ BASE: Mapping[str, Config] = {
     },
     "Qwen3_5ForCausalLM": HYBRID | {"intermediate_size": 72},
     "Qwen3_5MoeForCausalLM": HYBRID | EXPERTS,
+    "Qwen3NextForCausalLM": HYBRID
+    | EXPERTS
+    | {"intermediate_size": 72, "mlp_only_layers": [1], "norm_topk_prob": True},
 }
 
 
@@ -171,6 +177,12 @@ def _draw_hybrid(architecture: str, seed: int) -> Config:
             "shared_expert_intermediate_size": draw.randint(6, 40),
             "num_experts": num_experts,
             "num_experts_per_tok": draw.randint(1, min(4, num_experts)),
+        }
+    if "norm_topk_prob" in config:
+        config |= {
+            "norm_topk_prob": draw.random() < 0.5,
+            "decoder_sparse_step": draw.randint(1, 2),
+            "mlp_only_layers": draw.sample(range(num_layers), draw.randint(0, 1)),
         }
     return config
 

@@ -68,7 +68,11 @@ def test_drawn_configs_cover_the_architectures() -> None:
     assert {config["n_shared_experts"] for config in deepseek} == {1, 2}
     assert {config["first_k_dense_replace"] for config in deepseek} == {0, 1, 2}
     assert any("mscale" in config["rope_parameters"] for config in deepseek)
-    for architecture in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
+    following = [draw_sibling("Qwen3NextForCausalLM", seed) for seed in range(NUM_CONFIGS)]
+    assert {config["norm_topk_prob"] for config in following} == {True, False}
+    assert {config["decoder_sparse_step"] for config in following} == {1, 2}
+    assert {len(config["mlp_only_layers"]) for config in following} == {0, 1}
+    for architecture in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"):
         hybrids = [draw_sibling(architecture, seed) for seed in range(NUM_CONFIGS)]
         assert any(config["linear_num_value_heads"] > config["linear_num_key_heads"] for config in hybrids)
         assert any(config["num_attention_heads"] > config["num_key_value_heads"] > 1 for config in hybrids)

@@ -15,7 +15,7 @@ from deltafold.checkpoint.config_reader import ConfigReader
 from deltafold.checkpoint.folder import read_json_object
 from deltafold.checkpoint.formats.deepseek_v2 import parse_deepseek_v2
 from deltafold.checkpoint.formats.kimi_linear import parse_kimi_linear
-from deltafold.checkpoint.formats.qwen import parse_qwen3_5, parse_qwen3_5_moe, parse_qwen3_5_wrapped
+from deltafold.checkpoint.formats.qwen import parse_qwen3_5, parse_qwen3_5_moe, parse_qwen3_5_wrapped, parse_qwen3_next
 from deltafold.checkpoint.formats.shared import HARMLESS_KEYS
 from deltafold.checkpoint.model_config import (
     GqaConfig,
@@ -85,5 +85,6 @@ _PARSERS: Mapping[str, Callable[[ConfigReader], ModelConfig]] = MappingProxyType
         "Qwen3_5ForConditionalGeneration": parse_qwen3_5_wrapped,
         "Qwen3_5MoeForCausalLM": parse_qwen3_5_moe,
         "Qwen3_5MoeForConditionalGeneration": parse_qwen3_5_wrapped,
+        "Qwen3NextForCausalLM": parse_qwen3_next,
     }
 )

@@ -19,6 +19,7 @@ from deltafold.layers.batch import ForwardBatch
 from deltafold.models.deepseek_v2 import DeepseekV2
 from deltafold.models.kimi_linear import KimiLinear
 from deltafold.models.qwen3_5 import Qwen35
+from deltafold.models.qwen3_next import Qwen3Next
 from deltafold.ops import Ops
 
 
@@ -57,6 +58,7 @@ ARCHITECTURES: Mapping[str, type[CausalLM]] = {
     "Qwen3_5ForConditionalGeneration": Qwen35,
     "Qwen3_5MoeForCausalLM": Qwen35,
     "Qwen3_5MoeForConditionalGeneration": Qwen35,
+    "Qwen3NextForCausalLM": Qwen3Next,
 }
 
 

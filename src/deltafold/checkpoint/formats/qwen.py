@@ -28,6 +28,7 @@ DEFAULT_ROTARY_SHARE = 0.25
 _MTP_KEYS = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
 """Of the layers that predict further tokens, which are not loaded."""
 
+_EXPERT_KEYS = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob")
 _FOREIGN_TOKENS = (("image_token_id", "an image"), ("video_token_id", "a video"))
 
 
@@ -64,6 +65,39 @@ def parse_qwen3_5_wrapped(reader: ConfigReader) -> ModelConfig:
     )
     text.refuse_unread(HARMLESS_KEYS)
     return config
+
+
+def parse_qwen3_next(reader: ConfigReader) -> ModelConfig:
+    """Qwen3NextForCausalLM."""
+    reader.require("model_type", "qwen3_next")
+    num_layers = reader.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    mlp_types = _qwen3_next_mlp_types(reader, num_layers)
+    reader.skip(*_EXPERT_KEYS)  # they may be there though all layers are dense
+    return _hybrid(
+        reader,
+        "Qwen3NextForCausalLM",
+        layer_types=interval_layer_types(reader, num_layers, DEFAULT_INTERVAL),
+        mlp_types=mlp_types,
+        moe=_moe(reader, renormalize=reader.boolean("norm_topk_prob")) if MlpType.SPARSE in mlp_types else None,
+        intermediate_size=reader.integer("intermediate_size"),
+        tie_word_embeddings=reader.boolean("tie_word_embeddings", default=False),
+        dtype=dtype_of(reader),
+        foreign_token_ids=(),
+    )
+
+
+def _qwen3_next_mlp_types(reader: ConfigReader, num_layers: int) -> tuple[MlpType, ...]:
+    """Experts in every `decoder_sparse_step`-th layer, but for those listed in `mlp_only_layers`."""
+    step = reader.integer("decoder_sparse_step", default=1)
+    dense = reader.integers("mlp_only_layers", default=())
+    for layer_idx in dense:
+        if not 0 <= layer_idx < num_layers:
+            raise reader.error("mlp_only_layers", layer_idx, f"must be in 0..{num_layers - 1}")
+    has_experts = reader.integer("num_experts", minimum=0) > 0
+    return tuple(
+        MlpType.SPARSE if has_experts and i not in dense and (i + 1) % step == 0 else MlpType.DENSE
+        for i in range(num_layers)
+    )
 
 
 def _text_model(
