@@ -5,14 +5,21 @@ A few seeds run every time; the rest are marked slow.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tests.checkpoints import random_prompt
 from tests.models.oracle import NUM_NEW_TOKENS, assert_same_run, lengths_of, oracle_run
 from tests.siblings import BASE, WRAPPERS, draw_sibling, write_sibling, write_wrapped
 from tests.stepping import Stepper, load_model
+from tests.straight_line import straight_line
+from torch import Tensor
 from transformers import PreTrainedModel
+
+from deltafold import WeightsError
 
 NUM_CONFIGS = 20
 NUM_QUICK = 4
@@ -52,6 +59,27 @@ def test_smallest_checkpoint_equals_transformers(architecture: str, tmp_path: Pa
 @pytest.mark.parametrize("architecture", WRAPPERS)
 def test_text_inside_a_wrapper_equals_transformers(architecture: str, tmp_path: Path) -> None:
     assert_runs_equal(tmp_path, write_wrapped(architecture, tmp_path), 10)
+
+
+def test_the_hub_s_layout_of_experts_gives_the_same_model(tmp_path: Path) -> None:
+    """All experts of a layer in two tensors, and tensors of layers that predict further tokens, which are skipped."""
+    write_wrapped("Qwen3_5MoeForConditionalGeneration", tmp_path)
+    expected = straight_line(load_model(tmp_path), random_prompt(3, 70), 4)
+    tensors = load_file(tmp_path / "model.safetensors")
+    fused: dict[str, list[Tensor]] = defaultdict(list)
+    for layer in range(4):
+        prefix = f"model.language_model.layers.{layer}.mlp.experts."
+        for e in range(6):
+            gate, up = (tensors.pop(f"{prefix}{e}.{part}_proj.weight") for part in ("gate", "up"))
+            fused[f"{prefix}gate_up_proj"].append(torch.cat([gate, up]))
+            fused[f"{prefix}down_proj"].append(tensors.pop(f"{prefix}{e}.down_proj.weight"))
+    tensors |= {name: torch.stack(parts) for name, parts in fused.items()}
+    tensors |= {"mtp.fc.weight": torch.ones(2), "mtp.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(straight_line(load_model(tmp_path), random_prompt(3, 70), 4).logits, expected.logits)
+    save_file(tensors | {"model.mtp": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"left over: model\.mtp"):
+        load_model(tmp_path)
 
 
 def test_drawn_configs_cover_the_architectures() -> None:

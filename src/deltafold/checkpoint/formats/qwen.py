@@ -114,7 +114,7 @@ def _text_model(
     reader.skip(*_MTP_KEYS)
     num_layers = reader.integer("num_hidden_layers", maximum=MAX_LAYERS)
     kind = MlpType.SPARSE if has_experts else MlpType.DENSE
-    own_tie = reader.boolean("tie_word_embeddings", default=False)
+    own_tie, own_dtype = reader.boolean("tie_word_embeddings", default=False), dtype_of(reader)
     return _hybrid(
         reader,
         architecture,
@@ -123,7 +123,7 @@ def _text_model(
         moe=_moe(reader, renormalize=True) if has_experts else None,
         intermediate_size=0 if has_experts else reader.integer("intermediate_size"),
         tie_word_embeddings=own_tie if tie_word_embeddings is None else tie_word_embeddings,
-        dtype=dtype or dtype_of(reader),
+        dtype=dtype or own_dtype,
         foreign_token_ids=foreign_token_ids,
     )
 
