@@ -17,7 +17,7 @@ from deltafold.parity.compare import Comparison, compare
 from deltafold.parity.following import Finding, LayerError
 from deltafold.parity.golden import GoldenStep
 from deltafold.parity.page import html_page, margin_histogram
-from deltafold.parity.plots import Line, bars, grid, log_lines
+from deltafold.parity.plots import Line, bars, grid, log_dots, log_lines
 from deltafold.parity.report import json_report, text_report
 from deltafold.parity.trace import Trace, trace
 
@@ -106,7 +106,7 @@ def test_grid_has_one_cell_for_each_entry() -> None:
 
 
 def test_plots_of_nothing_are_well_formed(engine: Engine) -> None:
-    for svg in (bars("t", [], []), grid("t", [], [], []), log_lines("t", [], [], limit=None)):
+    for svg in (bars("t", [], []), grid("t", [], [], []), log_lines("t", [], [], limit=None), log_dots("t", [], [])):
         ElementTree.fromstring(svg)
     assert "no tensor left tolerance" in text_report(
         compare(tiny_golden(engine, num_steps=1), engine), trace(engine, random_prompt(0, 3), 1)
