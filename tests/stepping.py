@@ -51,7 +51,9 @@ class Place:
     @property
     def options(self) -> dict[str, Any]:
         """For `Engine.load`."""
-        return {"device": self.device.type, "backend": self.backend, "dtype": "float32"}
+        options = {"device": self.device.type, "backend": self.backend, "dtype": "float32"}
+        # On a GPU an engine takes all memory there is, and tests may have several.
+        return options if self.device.type == "cpu" else options | {"memory": 2**28, "max_num_batched_tokens": 512}
 
 
 PLACE = Place()

@@ -241,7 +241,7 @@ def test_14_more_requests_than_slots_are_clamped_with_a_warning_that_says_the_nu
         memory = one.describe()["memory"]
     budget = 3 * memory["bytes_per_slot"] + 3 * memory["bytes_per_block"]
     with pytest.warns(DeltafoldWarning, match=r"max_num_seqs .*\b50\b.*\b3\b"):
-        engine = Engine.load(str(tiny_folder), max_num_seqs=50, max_model_len=64, memory=budget, **PLACE.options)
+        engine = Engine.load(str(tiny_folder), max_num_seqs=50, max_model_len=64, **{**PLACE.options, "memory": budget})
     with engine:
         assert engine.describe()["limits"]["max_num_seqs"] == 3
         completions = engine.complete_tokens([random_prompt(i, 20) for i in range(7)], EIGHT)
@@ -255,7 +255,7 @@ def test_15_the_capacity_printed_is_what_one_request_can_use(
     tiny_folder: Path, memory: int, max_model_len: int | None
 ) -> None:
     options = {"max_num_seqs": 4, "memory": memory, "max_model_len": max_model_len}
-    with Engine.load(str(tiny_folder), **PLACE.options, **options) as engine:
+    with Engine.load(str(tiny_folder), **{**PLACE.options, **options}) as engine:
         report = engine.describe()["memory"]
         assert report["allocated_bytes"] == report["planned_bytes"] <= memory == report["budget"]
         limit = engine.max_model_len
