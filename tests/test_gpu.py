@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +18,9 @@ from deltafold.cache.memory import BLOCK_SIZE, MemoryPlan, allocate
 from deltafold.checkpoint.config import parse_config
 from deltafold.checkpoint.weights import random_tensors
 from deltafold.layers.batch import ForwardBatch
+from deltafold.layers.moe import Moe
 from deltafold.models.kimi_linear import KimiLinear
 from deltafold.ops import Ops, select
-from deltafold.parity.observing import Observer, observed
 
 pytestmark = pytest.mark.gpu
 
@@ -151,67 +150,72 @@ def test_a_free_memory_floor_is_kept_and_what_does_not_fit_is_refused_with_the_n
         load(memory=2**40)
 
 
-class Residuals(Observer):
-    """Keeps the residual stream after every layer's second half."""
+class Slice:
+    """Four layers of the published shape with random weights: the same bfloat16 values for every way to compute them.
+
+    Each layer is given the residual stream that the reference had before it, so that what a layer adds is judged by
+    itself: random experts nearly tie for the eighth place, and after one swap two correct runs go different ways.
+    """
 
     def __init__(self) -> None:
-        self.layer: int | None = None
-        self.streams: list[Tensor] = []
-
-    def op(self, name: str, function: Any, arguments: dict[str, Any]) -> Any:
-        result = function(**arguments)
-        if name == "add_rms_norm":
-            self.streams.append(arguments["residual"].float().clone())
-        return result
-
-    def after_forward(self, hidden: Tensor) -> None:
-        self.streams.append(hidden.float().clone())
-
-    def after_logits(self, hidden: Tensor, logits: Tensor) -> None:
-        pass
-
-
-class Slice:
-    """Four layers of the published shape with random weights, in bfloat16 or the same weights in float32."""
-
-    def __init__(self, folder: Path) -> None:
-        del folder
         self.config = parse_config(full_config(4) | {"vocab_size": 8192})
         table = KimiLinear.parameter_table(self.config)
         self.tensors = random_tensors(table, compute_dtype=torch.bfloat16, device=torch.device("cuda"), seed=1)
+        self.streams = self._reference_streams()
 
-    def run(self, ops: Ops, dtype: torch.dtype, token_ids: Sequence[int], splits: Sequence[int]) -> list[Tensor]:
-        """Residual streams and final hidden states [T, D] of all tokens, computed in steps that end at `splits`."""
-        tensors = {k: v if v.dtype == torch.float32 else v.to(dtype) for k, v in self.tensors.items()}
-        recorder = Residuals()
-        model = observed(KimiLinear(self.config, tensors, ops, torch.float32), recorder)
-        num_blocks = -(-len(token_ids) // BLOCK_SIZE)
+    def _reference_streams(self) -> list[Tensor]:
+        """Residual stream [T, D] float32 before the first layer, and after each."""
+        ids = torch.tensor(TOKENS, device="cuda")
+        streams = [self.tensors["model.embed_tokens.weight"][ids].float()]
+        for i in range(4):
+            streams.append(self.layer(i, select("reference"), torch.float32, streams[i], [len(TOKENS)])[0])
+        return streams
+
+    @torch.inference_mode()
+    def layer(
+        self, i: int, ops: Ops, dtype: torch.dtype, stream: Tensor, splits: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The stream after layer i, computed in steps that end at `splits`; and its router's choice scores [T, E]."""
+        tensors = {
+            name: t if t.dtype == torch.float32 else t.to(dtype)
+            for name, t in self.tensors.items()
+            if name.startswith(f"model.layers.{i}.") or ".layers." not in name
+        }
+        names = KimiLinear.parameter_table(self.config)
+        tensors |= {name: self.tensors[name] for name in names if name not in tensors}
+        layer = KimiLinear(self.config, tensors, ops, torch.float32)._layers[i]
+        num_blocks = -(-stream.shape[0] // BLOCK_SIZE)
         plan = MemoryPlan(num_blocks, 1, 0, 0, 0, num_blocks * BLOCK_SIZE, 0)
-        caches = allocate(plan, KimiLinear.layer_specs(self.config), dtype, torch.device("cuda"))
-        parts, start = [], 0
-        with torch.inference_mode():
-            for end in splits:
-                recorder.streams = []
-                model.forward(self._batch(token_ids[:end], start, num_blocks), caches)
-                parts.append(recorder.streams)
-                start = end
-        return [torch.cat(streams) for streams in zip(*parts, strict=True)]
+        cache = allocate(plan, KimiLinear.layer_specs(self.config), dtype, torch.device("cuda"))[i]
+        eps, parts, scores, start = self.config.rms_norm_eps, [], [], 0
+        for end in splits:
+            residual = stream[start:end].clone()
+            x = ops.rms_norm(residual, layer.input_norm, eps, dtype)
+            x = layer.mixer.forward(x, self._batch(start, end, num_blocks), cache, ops)
+            x = ops.add_rms_norm(x, residual, layer.post_norm, eps, dtype)
+            if isinstance(layer.feed_forward, Moe):
+                logits = ops.linear(x, layer.feed_forward.router, torch.float32)
+                scores.append(torch.sigmoid(logits) + layer.feed_forward.router_bias)
+            residual += layer.feed_forward.forward(x, ops).float()
+            parts.append(residual)
+            start = end
+        return torch.cat(parts), torch.cat(scores) if scores else None
 
     @staticmethod
-    def _batch(token_ids: Sequence[int], start: int, num_blocks: int) -> ForwardBatch:
-        count = len(token_ids) - start
+    def _batch(start: int, end: int, num_blocks: int) -> ForwardBatch:
+        count = end - start
         is_decode = start > 0 and count == 1
 
         def ints(values: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device="cuda")
 
         return ForwardBatch(
-            token_ids=ints(token_ids[start:], torch.int64),
-            positions=torch.arange(start, len(token_ids), device="cuda"),
+            token_ids=ints(TOKENS[start:end], torch.int64),
+            positions=torch.arange(start, end, device="cuda"),
             query_start_loc=ints([0, count]),
             prefill_start_loc=ints([0] if is_decode else [0, count]),
-            seq_lens=ints([len(token_ids)]),
-            slot_mapping=torch.arange(start, len(token_ids), device="cuda"),
+            seq_lens=ints([end]),
+            slot_mapping=torch.arange(start, end, device="cuda"),
             block_table=torch.arange(num_blocks, dtype=torch.int32, device="cuda")[None],
             state_slots=ints([0]),
             has_initial_state=torch.tensor([start > 0], device="cuda"),
@@ -222,32 +226,31 @@ class Slice:
         )
 
 
+TOKENS = [(i * 7919) % 8192 for i in range(150)]
+
+WAYS = {"at once": [150], "by chunks": [64, 128, 150], "token by token": range(1, 151)}
+
+
 @pytest.fixture(scope="module")
-def part(tmp_path_factory: pytest.TempPathFactory) -> Slice:
-    return Slice(tmp_path_factory.mktemp("slice"))
+def part() -> Slice:
+    return Slice()
 
 
-def relative(found: Sequence[Tensor], right: Sequence[Tensor]) -> list[float]:
-    return [float((a - b).norm() / b.norm()) for a, b in zip(found, right, strict=True)]
-
-
-TOKENS = [(i * 7919) % 8192 for i in range(200)]
-
-
-def test_a_slice_of_the_full_shape_agrees_with_the_reference(part: Slice) -> None:
-    found = part.run(select("triton"), torch.bfloat16, TOKENS, [200])
-    right = part.run(select("reference"), torch.float32, TOKENS, [200])
-    errors = relative(found, right)
-    print(json.dumps({"after each half layer, then final": errors}))
-    assert len(errors) == 2 * 4 + 1
-    assert max(errors) < 1e-2, errors
-
-
-def test_chunks_at_once_and_token_by_token_agree(part: Slice) -> None:
-    ops = select("triton")
-    at_once = part.run(ops, torch.bfloat16, TOKENS[:150], [150])
-    chunks = part.run(ops, torch.bfloat16, TOKENS[:150], [64, 128, 150])
-    steps = part.run(ops, torch.bfloat16, TOKENS[:150], range(1, 151))
-    errors = {"chunks": relative(chunks, at_once), "token by token": relative(steps, at_once)}
-    print(json.dumps(errors))
-    assert max(max(values) for values in errors.values()) < 1e-2, errors
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("i", range(4))
+def test_a_layer_of_the_full_shape_agrees_with_the_reference(part: Slice, way: str, i: int) -> None:
+    """Within 1e-2 on the tokens that go to the same experts; the others' eighth and ninth choice nearly tie."""
+    found, scores = part.layer(i, select("triton"), torch.bfloat16, part.streams[i], WAYS[way])
+    right, right_scores = part.layer(i, select("reference"), torch.float32, part.streams[i], [150])
+    same = torch.ones(150, dtype=torch.bool, device="cuda")
+    if scores is not None and right_scores is not None:
+        best, expected = scores.topk(8).indices.sort().values, right_scores.topk(9)
+        same = (best == expected.indices[:, :8].sort().values).all(dim=1)
+        gaps = (expected.values[:, 7] - expected.values[:, 8])[~same]
+        assert gaps.numel() < 30
+        assert gaps.numel() == 0 or float(gaps.max()) < 5e-3
+    error = float((found - right)[same].norm() / right[same].norm())
+    added = float((found - right)[same].norm() / (right - part.streams[i])[same].norm())
+    print(json.dumps({"layer": i, "way": way, "error": error, "of what it adds": added, "swaps": int((~same).sum())}))
+    assert error < 1e-2
+    assert added < 2e-2
