@@ -236,6 +236,16 @@ def test_a_body_over_the_limit_is_413(is_declared):
     assert error["message"].endswith(" bytes, at most 40 are allowed")
 
 
+@pytest.mark.parametrize("is_declared", [True, False])
+@pytest.mark.parametrize(("num_bytes", "status"), [(64, 200), (65, 413)])
+def test_the_body_limit_is_the_largest_body_taken(is_declared, num_bytes, status):
+    app = create_app(FakeEngine(max_model_len=100), max_body_bytes=64)
+    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode().ljust(num_bytes)
+    content = body if is_declared else in_pieces(body, 1)
+    response = request(app, "POST", COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == status
+
+
 def test_unknown_paths_and_methods():
     refused(request(APP, "GET", "/v1/nothing"), 404)
     response = request(APP, "GET", COMPLETIONS)

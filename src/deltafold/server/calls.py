@@ -32,7 +32,9 @@ request_log = logging.getLogger("deltafold.server.request")
 Write = Callable[[bytes], Awaitable[None]]
 """Sends one piece of a body."""
 
-_MAX_EVENTS = 64  # in one piece: bounds what is encoded ahead for a client that fell behind
+MAX_EVENTS = 64
+"""Most events encoded in one piece, for a client that fell behind."""
+
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -137,7 +139,7 @@ class Call:
         """Writes the outputs of one prompt's stream; what came while the client was slow goes in one piece."""
         first = prompt_index * self._params.n
         timers = [TokenTimer(self._state.metrics, self._start) for _ in range(self._params.n)]
-        while outputs := await stream.take(_MAX_EVENTS):
+        while outputs := await stream.take(MAX_EVENTS):
             for output in outputs:
                 self._note_output(first + output.index, output, timers[output.index])
             if events := "".join([frames.increment(first + output.index, output) for output in outputs]):
