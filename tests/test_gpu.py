@@ -82,6 +82,16 @@ def test_30_live_rows_of_a_padded_graph_equal_eager(graphs: Engine, eager: Engin
     near(answers(graphs, prompts), answers(eager, prompts))
 
 
+def test_30_three_live_rows_in_a_graph_of_four_equal_three_alone(
+    eager: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltafold.api.graph_sizes", lambda max_num_seqs: (4, 8))
+    prompts = [random_prompt(60 + i, (1, 64, 100)[i]) for i in range(3)]
+    with load() as engine:
+        assert engine.describe()["decode_graphs"] == [4, 8]
+        near(answers(engine, prompts), answers(eager, prompts))
+
+
 def test_30_padded_rows_touch_nothing(eager: Engine) -> None:
     """5 live rows in a graph of 6, also after warm-up and capture: slots and blocks of nobody keep their sentinels."""
     with load() as engine:
