@@ -236,11 +236,13 @@ def test_tables_show_the_largest_run_failures_and_what_is_missing(tmp_path: Path
     rows = [
         row(**{"8x16": figures(num_matched=100, num_tokens=128), "64x128": figures(num_tokens=8192, num_near_ties=61)}),
         row(name="bfloat16", error="died"),
+        row(name="bfloat16, eager", error="not done after 3 s"),
         row(model="slice256", device="cuda", decode_tokens_per_second=5000.0, prefill_tokens_per_second=1.0),
     ]
     text = precision_tables.render(rows, tmp_path / "plot")
     first = next(line for line in text.splitlines() if line.startswith("| float32 |"))
     assert first.startswith("| float32 | 100 of 128 | 0 of 8192 | 0 / 61 / 0 |")
     assert "| bfloat16 (**failed**) | - | - |" in text
+    assert "| bfloat16, eager (not finished) |" in text
     assert "1, 5,000 |" in text
     assert (tmp_path / "plot-builtin.svg").read_text().startswith("<svg")

@@ -43,7 +43,7 @@ def test_text_names_the_position_and_both_sides(comparison: Comparison) -> None:
     assert re.search(r"^prompt 1 +mismatch +first divergence 4$", text, re.M)
     golden, ours = comparison.prompts[1].decode[4].golden_token, comparison.prompts[1].decode[4].our_token
     assert re.search(rf"^  decode +4 mismatch  golden {golden} ours {ours} rank \d+, margin golden", text, re.M)
-    assert "tie 0.001, drift 0.0002, kl 1e-06 nats (both sides compute in float32)" in text
+    assert "tie 0.001, drift 0.0004, kl 1e-06 nats (both sides compute in float32)" in text
     assert "layer 5, op mla_decode, output '0' in decode step 2: relative error inf, tolerance 1e-05" in text
 
 
@@ -98,6 +98,21 @@ def test_lines_rise_with_their_values_and_infinity_is_at_the_top() -> None:
     ys = [float(y) for y in re.findall(r'<circle cx="[\d.]+" cy="([\d.]+)"', svg)]
     assert ys[0] > ys[1] >= ys[2]
     assert "stroke-dasharray" in svg
+
+
+def test_dots_stand_by_their_values_in_the_row_of_their_label() -> None:
+    svg = log_dots("t", ["first", "<second>"], [Line("n", [1e-3, 1e-1]), Line("m", [0.0, math.inf])])
+    dots = {
+        tip: (float(x), float(y))
+        for x, y, tip in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"[^>]*><title>([^<]*)', svg)
+    }
+    low, high = dots["first, n: 1.00e-03"], dots["&lt;second&gt;, n: 1.00e-01"]
+    assert low[0] < high[0]
+    assert low[1] < high[1]
+    assert dots["first, m: 0.00e+00"] == low  # 1e-3 is where the axis starts
+    assert dots["&lt;second&gt;, m: inf"][0] >= high[0]
+    ticks = [float(x) for x in re.findall(r'<text x="([\d.]+)"[^>]*>1e-[123]<', svg)]
+    assert ticks[1] - ticks[0] == pytest.approx(ticks[2] - ticks[1], abs=0.2)
 
 
 def test_grid_has_one_cell_for_each_entry() -> None:
