@@ -52,7 +52,7 @@ def table(rows: Sequence[Row]) -> str:
     head += ["bits per byte", "prefill, decode tok/s"]
     lines = [_line(head), _line(["---", *["---:"] * (len(head) - 1)])]
     for row in rows:
-        cells = [row["name"] + (" (**failed**)" if "error" in row else "")]
+        cells = [row["name"] + _remark(row.get("error"))]
         cells += [f"{row[size]['num_matched']} of {row[size]['num_tokens']}" if size in row else "-" for size in sizes]
         cells += _judged_cells(judged(row))
         cells.append(f"{row['bits_per_byte']:.5f}" if "bits_per_byte" in row else "-")
@@ -84,6 +84,12 @@ def divergence_plot(model: str, rows: Sequence[Row]) -> str:
         Line("decode", [figures["decode_kl"] for figures in found]),
     ]
     return log_dots(f"Divergence from float32, {model} (KL, nats a token)", labels, series)
+
+
+def _remark(error: str | None) -> str:
+    if error is None:
+        return ""
+    return " (not finished)" if error.startswith("not done") else " (**failed**)"
 
 
 def _line(cells: Sequence[str]) -> str:

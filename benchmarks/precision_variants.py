@@ -23,30 +23,40 @@ from deltafold.layers.mla import Mla
 from deltafold.models import model_class
 from deltafold.ops import Ops
 
-CACHE_BYTES = 2**32
+CACHE_BYTES = 2**31
 """For an engine's caches: several share a device."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute. The last three are not options of an engine: the study changes the model."""
+    """One way to compute. The last three are not options of an engine: the study changes the model. `is_eager` is
+    without captured decode steps, which only the Triton backend has."""
 
     dtype: str = "float32"
     residual_dtype: str = "float32"
     is_batched_otherwise: bool = False
+    is_eager: bool = False
     has_bfloat16_state: bool = False
     has_recurrent_prefill: bool = False
     has_expanded_decode: bool = False
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether an engine has no option for it."""
+        return self.has_bfloat16_state or self.has_recurrent_prefill or self.has_expanded_decode
 
 
 VARIANTS = {
     "float32": Variant(),
     "float32, other batches": Variant(is_batched_otherwise=True),
+    "float32, eager": Variant(is_eager=True),
     "float32, residual bfloat16": Variant(residual_dtype="bfloat16"),
     "float32, state bfloat16": Variant(has_bfloat16_state=True),
     "float32, recurrent prefill": Variant(has_recurrent_prefill=True),
     "float32, expanded decode": Variant(has_expanded_decode=True),
     "bfloat16": Variant(dtype="bfloat16"),
+    "bfloat16, eager": Variant(dtype="bfloat16", is_eager=True),
+    "bfloat16, other batches": Variant(dtype="bfloat16", is_batched_otherwise=True),
     "bfloat16, residual bfloat16": Variant(dtype="bfloat16", residual_dtype="bfloat16"),
     "bfloat16, state bfloat16": Variant(dtype="bfloat16", has_bfloat16_state=True),
     "bfloat16, recurrent prefill": Variant(dtype="bfloat16", has_recurrent_prefill=True),
@@ -115,10 +125,12 @@ class ExpandedMla:
 
     def forward(self, x: Tensor, batch: ForwardBatch, cache: LayerCache, ops: Ops) -> Tensor:
         self.uses.decodes += batch.num_decodes
-        whole: dict[str, Any] = {"num_decodes": 0, "prefill_start_loc": batch.query_start_loc}
-        if hasattr(batch, "num_prefill_blocks"):
-            whole["num_prefill_blocks"] = batch.block_table.shape[1]
-        expanded = replace(batch, **whole)
+        expanded = replace(
+            batch,
+            num_decodes=0,
+            prefill_start_loc=batch.query_start_loc,
+            num_prefill_blocks=batch.block_table.shape[1],
+        )
         return self.mixer.forward(x, expanded, cache, ops)
 
 
@@ -146,8 +158,16 @@ def loaded(model: str, variant: Variant, device: str, backend: str) -> Iterator[
     options: dict[str, Any] = {"max_num_seqs": 64}
     if variant.is_batched_otherwise:
         options = {"max_num_seqs": 5, "max_num_batched_tokens": 64, "prefix_cache": False}
+    if variant.is_eager or variant.is_changed:  # what a changed part is called for can be seen only then
+        options["decode_graphs"] = False
+    if device == "cuda":
+        options |= {"free_memory_floor": 0.0}
     uses = Uses()
-    with mock.patch("deltafold.api.model_class", lambda name: changed(model_class(name), variant, uses)):
+    with (
+        mock.patch("deltafold.api.model_class", lambda name: changed(model_class(name), variant, uses)),
+        # The caches' size is given; what a step takes beside them need not be found out, shape by shape.
+        mock.patch("deltafold.api.warm_up", return_value=CACHE_BYTES),
+    ):
         engine = Engine.load(
             model,
             device=device,  # type: ignore[arg-type]  # the command line's choices are the literals

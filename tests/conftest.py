@@ -8,9 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from tests.checkpoints import base_config, write_checkpoint
-from tests.stepping import LoadedModel, load_model
+from tests.stepping import PLACE, LoadedModel, load_model
 
 from deltafold import Engine
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--on-gpu", action="store_true", help="run the shared tests on a GPU with the Triton backend")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--on-gpu"):
+        PLACE.device, PLACE.backend = torch.device("cuda"), "triton"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -36,5 +45,5 @@ def tiny(tiny_folder: Path) -> LoadedModel:
 @pytest.fixture(scope="session")
 def engine(tiny_folder: Path) -> Iterator[Engine]:
     """An engine on it; tests leave it idle and open."""
-    with Engine.load(str(tiny_folder), device="cpu", max_num_seqs=8, seed=0) as loaded:
+    with Engine.load(str(tiny_folder), max_num_seqs=8, seed=0, **PLACE.options) as loaded:
         yield loaded

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,24 @@ from deltafold.tokenizer.detokenizer import Detokenizer
 from deltafold.types import SamplingParams
 
 CPU = torch.device("cpu")
+
+
+@dataclass
+class Place:
+    """Where the shared tests run; `pytest --on-gpu` sets it before any fixture is made."""
+
+    device: torch.device = CPU
+    backend: str = "portable"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For `Engine.load`."""
+        options = {"device": self.device.type, "backend": self.backend, "dtype": "float32"}
+        # On a GPU an engine takes all memory there is, and tests may have several.
+        return options if self.device.type == "cpu" else options | {"memory": 2**28, "max_num_batched_tokens": 512}
+
+
+PLACE = Place()
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=32)
 
 
@@ -57,7 +76,7 @@ class LoadedModel:
             max_model_len=num_blocks * BLOCK_SIZE,
             budget=0,
         )
-        caches = allocate(plan, self.specs, torch.float32, CPU)
+        caches = allocate(plan, self.specs, torch.float32, PLACE.device)
         poison(caches, 0xFF)
         return caches
 
@@ -77,13 +96,17 @@ def cache_tensors(caches: Sequence[LayerCache]) -> list[Tensor]:
 
 
 def load_model(folder: Path) -> LoadedModel:
-    """The model of a folder in float32, with the portable ops."""
+    """The model of a folder in float32, in its place."""
     config = load_config(folder)
     kind = model_class(config.architecture)
     tensors = load_tensors(
-        folder, kind.parameter_table(config), compute_dtype=torch.float32, device=CPU, ignore=kind.ignored_tensors
+        folder,
+        kind.parameter_table(config),
+        compute_dtype=torch.float32,
+        device=PLACE.device,
+        ignore=kind.ignored_tensors,
     )
-    return LoadedModel(config, kind(config, tensors, select("portable"), torch.float32))
+    return LoadedModel(config, kind(config, tensors, select(PLACE.backend), torch.float32))
 
 
 class RecordingModel:
@@ -109,7 +132,7 @@ class RecordingRunner(ModelRunner):
     def __init__(self, model: CausalLM, caches: Sequence[LayerCache]) -> None:
         self.recorder = RecordingModel(model)
         # A protocol with static methods; no test has more slots than that.
-        super().__init__(self.recorder, caches, CPU, num_slots=256)  # type: ignore[arg-type]
+        super().__init__(self.recorder, caches, PLACE.device, num_slots=256)  # type: ignore[arg-type]
         self.logits: dict[str, list[Tensor]] = {}
         self.outputs: list[SchedulerOutput] = []
 
@@ -119,7 +142,7 @@ class RecordingRunner(ModelRunner):
         step = super().launch(output)
         sampled = [item.request for item in output.scheduled if item.is_sampled]
         if all(request.params.prompt_logprobs is None for request in sampled):
-            rows = [row for logits in self.recorder.seen for row in logits]
+            rows = [row for logits in self.recorder.seen for row in logits.cpu()]
             for request, row in zip(sampled, rows, strict=True):
                 self.logits.setdefault(request.key, []).append(row)
         return step

@@ -21,6 +21,7 @@ NAMES = [
     "API_VERSION",
     "AsyncTokenStream",
     "CapacityError",
+    "CapacityPlan",
     "ChatMessage",
     "Completion",
     "ConfigError",
@@ -57,12 +58,14 @@ NAMES = [
     "WeightsError",
     "__version__",
     "convert_tokenizer",
+    "plan_capacity",
 ]
 
 SIGNATURES = {
     "load": "model='builtin', *, device='auto', dtype='auto', residual_dtype='float32', max_num_seqs=64, "
     "max_num_batched_tokens=2048, max_model_len=None, max_waiting=None, memory=None, seed=None, prefix_cache=True, "
-    "max_snapshots=64, snapshot_interval=4096, host_memory=1073741824, backend=None, revision=None, "
+    "max_snapshots=64, snapshot_interval=4096, host_memory=1073741824, decode_graphs=True, "
+    "free_memory_floor=0.06, weights='checkpoint', backend=None, revision=None, "
     "show_progress=None",
     "complete": "self, prompt, params=None",
     "complete_tokens": "self, token_ids, params=None",

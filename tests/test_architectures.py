@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.checkpoints import random_prompt
 from tests.siblings import BASE, WRITERS, write_wrapped
-from tests.stepping import CPU, GREEDY, LoadedModel, Stepper, cache_tensors, load_model, poison
+from tests.stepping import GREEDY, PLACE, LoadedModel, Stepper, cache_tensors, load_model, poison
 from tests.straight_line import Run, straight_line, token_by_token
 from tests.test_prefix_reuse import FreshStates, assert_close, check_snapshots, make_stepper, preempted_run
 
@@ -145,8 +145,8 @@ def test_2_chunks_of_rectangular_states_equal_the_recurrence(hybrid: LoadedModel
     assert linear.num_value_heads == 2 * linear.num_key_heads  # fault 23
     kind = model_class(hybrid.config.architecture)
     table = kind.parameter_table(hybrid.config)
-    tensors = random_tensors(table, compute_dtype=torch.float32, device=CPU, seed=3)
-    ours = LoadedModel(hybrid.config, kind(hybrid.config, tensors, select("portable"), torch.float32))
+    tensors = random_tensors(table, compute_dtype=torch.float32, device=PLACE.device, seed=3)
+    ours = LoadedModel(hybrid.config, kind(hybrid.config, tensors, select(PLACE.backend), torch.float32))
     judge = LoadedModel(hybrid.config, kind(hybrid.config, tensors, select("reference"), torch.float32))
     stepper = Stepper(ours, max_num_batched_tokens=64)
     request = stepper.add(random_prompt(2, num_tokens), replace(PARAMS, max_tokens=4))
@@ -185,20 +185,22 @@ def test_25_packed_prompts_do_not_leak_into_each_other(loaded: LoadedModel) -> N
 
 def decode_batch(tokens: list[int], position: int, rows: list[int | None]) -> ForwardBatch:
     """One decode step; `rows[i]` is request i's slot and block, None for a padded row."""
-    lengths = [0 if row is None else position + 1 for row in rows]
     slots = [PAD_SLOT if row is None else row for row in rows]
-    mapping = [PAD_SLOT if row is None else row * 64 + position for row in rows]
     n = len(rows)
+
+    def integers(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=PLACE.device)
+
     return ForwardBatch(
-        token_ids=torch.tensor(tokens),
-        positions=torch.full((n,), position),
-        query_start_loc=torch.arange(n + 1, dtype=torch.int32),
-        prefill_start_loc=torch.zeros(1, dtype=torch.int32),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32),
-        slot_mapping=torch.tensor(mapping),
-        block_table=torch.tensor([[0 if row is None else row] for row in rows], dtype=torch.int32),
-        state_slots=torch.tensor(slots, dtype=torch.int32),
-        has_initial_state=torch.full((n,), position > 0),
+        token_ids=integers(tokens, torch.int64),
+        positions=integers([position] * n, torch.int64),
+        query_start_loc=integers(list(range(n + 1))),
+        prefill_start_loc=integers([0]),
+        seq_lens=integers([0 if row is None else position + 1 for row in rows]),
+        slot_mapping=integers([PAD_SLOT if row is None else row * 64 + position for row in rows], torch.int64),
+        block_table=integers([max(slot, 0) for slot in slots])[:, None],
+        state_slots=integers(slots),
+        has_initial_state=integers([position > 0] * n, torch.bool),
         logits_indices=None,
         num_decodes=n,
         num_prefill_blocks=0,
@@ -230,7 +232,7 @@ def test_30_padded_rows_touch_nothing(loaded: LoadedModel) -> None:
 def test_a_session_goes_on_bit_for_bit_after_its_file(folder: Path, tmp_path: Path) -> None:
     turns = [random_prompt(0, 100), random_prompt(1, 30)]
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=6, logprobs=2)
-    with Engine.load(str(folder), device="cpu", max_num_seqs=2, seed=0) as engine:
+    with Engine.load(str(folder), max_num_seqs=2, seed=0, **PLACE.options) as engine:
         cold = engine.complete_tokens(turns[0], params)
         whole = engine.complete_tokens([*turns[0], *cold.token_ids, *turns[1]], params)
         session = engine.session()
@@ -239,7 +241,7 @@ def test_a_session_goes_on_bit_for_bit_after_its_file(folder: Path, tmp_path: Pa
         last = session.complete(turns[1], params)
         assert last.token_ids == whole.token_ids
         assert last.usage.num_cached_tokens == 105
-    with Engine.load(str(folder), device="cpu", max_num_seqs=2, seed=0) as engine:
+    with Engine.load(str(folder), max_num_seqs=2, seed=0, **PLACE.options) as engine:
         restored = engine.restore(tmp_path / "past").complete(turns[1], params)
         assert restored.usage.num_cached_tokens == 105
     assert restored.logprobs == last.logprobs
@@ -249,7 +251,7 @@ def test_a_session_goes_on_bit_for_bit_after_its_file(folder: Path, tmp_path: Pa
 def test_15_the_capacity_printed_is_what_one_request_can_use(folder: Path, max_model_len: int | None) -> None:
     """Also of a model with keys and values and no latent rows, and of one with latent rows and no state."""
     options = {"max_num_seqs": 2, "memory": 500_000, "max_model_len": max_model_len}
-    with Engine.load(str(folder), device="cpu", max_snapshots=2, **options) as engine:
+    with Engine.load(str(folder), max_snapshots=2, **{**PLACE.options, **options}) as engine:
         description = engine.describe()
         report, limit = description["memory"], engine.max_model_len
         assert report["allocated_bytes"] == report["planned_bytes"] <= 500_000
@@ -268,7 +270,7 @@ def test_15_the_capacity_printed_is_what_one_request_can_use(folder: Path, max_m
 def test_an_image_is_refused_by_name(tmp_path: Path) -> None:
     """As a part of a message, and as the token that stands for one."""
     write_wrapped("Qwen3_5ForConditionalGeneration", tmp_path)
-    with Engine.load(str(tmp_path), device="cpu", max_num_seqs=1) as engine:
+    with Engine.load(str(tmp_path), max_num_seqs=1, **PLACE.options) as engine:
         with pytest.raises(UnsupportedOptionError, match=r"token id 7 stands for an image"):
             engine.complete_tokens([5, 7, 6], PARAMS)
         with pytest.raises(UnsupportedOptionError, match=r"token id 8 stands for a video"):

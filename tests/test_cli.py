@@ -110,6 +110,11 @@ def test_convert_tokenizer_writes_and_says_what_it_verified(run: Run, tmp_path: 
     assert "made.json" in out
 
 
+def test_python_m_deltafold_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "deltafold", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"deltafold {deltafold.__version__}\n"
+
+
 def test_version(run: Run) -> None:
     assert run("--version") == (0, f"deltafold {deltafold.__version__}\n", "")
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import base_config, random_prompt, special_id, write_checkpoint
 from tests.siblings import WRITERS
-from tests.stepping import CPU, LoadedModel, RecordingRunner, Stepper, cache_tensors, poison
+from tests.stepping import PLACE, LoadedModel, RecordingRunner, Stepper, cache_tensors, poison
 from tests.straight_line import straight_line, token_by_token
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,8 +70,8 @@ def test_2_rectangular_states_chunked_equal_the_recurrence(num_tokens: int, tiny
     assert linear is not None
     config = replace(tiny.config, linear_attention=replace(linear, value_head_dim=24, num_value_heads=6))
     table = KimiLinear.parameter_table(config)
-    tensors = random_tensors(table, compute_dtype=torch.float32, device=CPU, seed=3)
-    loaded = LoadedModel(config, KimiLinear(config, tensors, select("portable"), torch.float32))
+    tensors = random_tensors(table, compute_dtype=torch.float32, device=PLACE.device, seed=3)
+    loaded = LoadedModel(config, KimiLinear(config, tensors, select(PLACE.backend), torch.float32))
     judge = LoadedModel(config, KimiLinear(config, tensors, select("reference"), torch.float32))
     stepper = Stepper(loaded, max_num_batched_tokens=64)
     request = stepper.add(random_prompt(2, num_tokens), EIGHT)
@@ -238,11 +238,11 @@ def test_12_slots_that_run_out_after_blocks_were_taken_requeue_the_request(tiny:
 
 
 def test_14_more_requests_than_slots_are_clamped_with_a_warning_that_says_the_number(tiny_folder: Path) -> None:
-    with Engine.load(str(tiny_folder), device="cpu", max_num_seqs=1, max_model_len=64, max_snapshots=0) as one:
+    with Engine.load(str(tiny_folder), max_num_seqs=1, max_model_len=64, max_snapshots=0, **PLACE.options) as one:
         memory = one.describe()["memory"]
     budget = 3 * memory["bytes_per_slot"] + 3 * memory["bytes_per_block"]
     with pytest.warns(DeltafoldWarning, match=r"max_num_seqs .*\b50\b.*\b3\b"):
-        engine = Engine.load(str(tiny_folder), device="cpu", max_num_seqs=50, max_model_len=64, memory=budget)
+        engine = Engine.load(str(tiny_folder), max_num_seqs=50, max_model_len=64, **{**PLACE.options, "memory": budget})
     with engine:
         assert engine.describe()["limits"]["max_num_seqs"] == 3
         completions = engine.complete_tokens([random_prompt(i, 20) for i in range(7)], EIGHT)
@@ -256,7 +256,7 @@ def test_15_the_capacity_printed_is_what_one_request_can_use(
     tiny_folder: Path, memory: int, max_model_len: int | None
 ) -> None:
     options = {"max_num_seqs": 4, "memory": memory, "max_model_len": max_model_len}
-    with Engine.load(str(tiny_folder), device="cpu", **options) as engine:
+    with Engine.load(str(tiny_folder), **{**PLACE.options, **options}) as engine:
         report = engine.describe()["memory"]
         assert report["allocated_bytes"] == report["planned_bytes"] <= memory == report["budget"]
         limit = engine.max_model_len

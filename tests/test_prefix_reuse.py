@@ -85,7 +85,7 @@ def check_snapshots(stepper: Stepper, requests: Sequence[Request], fresh: FreshS
 
 
 def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip((t.cpu() for t in found), (t.cpu() for t in expected), strict=True):
         assert float((a - b).abs().max()) <= TOLERANCE * float(b.abs().max())
 
 

@@ -14,6 +14,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tests.checkpoints import base_config, random_prompt, write_checkpoint
+from tests.stepping import PLACE
 
 from deltafold import (
     Completion,
@@ -39,7 +40,7 @@ def make_engine(tiny_folder: Path) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
     def make(**options: object) -> Engine:
-        engines.append(Engine.load(str(tiny_folder), device="cpu", **{"max_num_seqs": 4, "seed": 0, **options}))  # type: ignore[arg-type]
+        engines.append(Engine.load(str(tiny_folder), **{**PLACE.options, "max_num_seqs": 4, "seed": 0, **options}))  # type: ignore[arg-type]
         return engines[-1]
 
     yield make
@@ -51,7 +52,7 @@ def make_engine(tiny_folder: Path) -> Iterator[Callable[..., Engine]]:
 @pytest.fixture(scope="module")
 def cold(tiny_folder: Path) -> list[Completion]:
     """Each turn after all before it, computed from the first token on."""
-    with Engine.load(str(tiny_folder), device="cpu", max_num_seqs=1, prefix_cache=False, seed=0) as engine:
+    with Engine.load(str(tiny_folder), max_num_seqs=1, prefix_cache=False, seed=0, **PLACE.options) as engine:
         prompt: list[int] = []
         completions = []
         for turn in TURNS:
@@ -120,7 +121,7 @@ CHILD = """
 import json, sys
 from deltafold import Engine, SamplingParams
 folder, path, turn = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-with Engine.load(folder, device="cpu", max_num_seqs=4, seed=0) as engine:
+with Engine.load(folder, max_num_seqs=4, seed=0, **json.loads(sys.argv[4])) as engine:
     session = engine.restore(path)
     completion = session.complete(turn, SamplingParams(temperature=0, ignore_eos=True, max_tokens=12, logprobs=3))
     values = [[t.logprob.hex(), *(top.logprob.hex() for top in t.top)] for t in completion.logprobs]
@@ -136,7 +137,8 @@ def test_saved_and_restored_in_a_new_process_it_goes_on_bit_for_bit(
     session.save(tmp_path / "past")
     assert [path.name for path in tmp_path.iterdir()] == ["past"]
     last = lead(session, 2)[0]
-    command = [sys.executable, "-c", CHILD, str(tiny_folder), str(tmp_path / "past"), json.dumps(TURNS[2])]
+    arguments = [str(tiny_folder), str(tmp_path / "past"), json.dumps(TURNS[2]), json.dumps(PLACE.options)]
+    command = [sys.executable, "-c", CHILD, *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300
     )
@@ -177,7 +179,7 @@ def test_an_empty_session_can_be_saved_and_restored(make_engine: Callable[..., E
 def saved(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A session's file."""
     path = tmp_path_factory.mktemp("session") / "past"
-    with Engine.load(str(tiny_folder), device="cpu", max_num_seqs=1, seed=0) as engine:
+    with Engine.load(str(tiny_folder), max_num_seqs=1, seed=0, **PLACE.options) as engine:
         session = engine.session()
         session.complete(TURNS[0][:70], replace(GREEDY, max_tokens=3))
         session.save(path)
@@ -186,7 +188,7 @@ def saved(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_another_model_is_refused_by_name(saved: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, base_config(), seed=1)
-    with Engine.load(str(tmp_path), device="cpu", max_num_seqs=1) as engine, pytest.raises(SessionError) as caught:
+    with Engine.load(str(tmp_path), max_num_seqs=1, **PLACE.options) as engine, pytest.raises(SessionError) as caught:
         engine.restore(saved)
     assert "fingerprint" in str(caught.value)
     assert engine.describe()["model"]["fingerprint"] in str(caught.value)

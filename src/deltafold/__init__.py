@@ -1,6 +1,7 @@
 """deltafold: an inference engine for hybrid linear-attention language models. The names below are its surface."""
 
 from deltafold.api import API_VERSION, Engine, Prompt
+from deltafold.capacity import CapacityPlan, plan_capacity
 from deltafold.errors import (
     CapacityError,
     ConfigError,
@@ -47,6 +48,7 @@ __all__ = [
     "MAX_TOP_LOGPROBS",
     "AsyncTokenStream",
     "CapacityError",
+    "CapacityPlan",
     "ChatMessage",
     "Completion",
     "ConfigError",
@@ -80,4 +82,5 @@ __all__ = [
     "WeightsError",
     "__version__",
     "convert_tokenizer",
+    "plan_capacity",
 ]

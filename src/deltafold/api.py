@@ -42,8 +42,9 @@ from deltafold.loop import EngineLoop
 from deltafold.models import CausalLM, model_class
 from deltafold.ops import Backend, Ops, select
 from deltafold.progress import loading_bar
-from deltafold.runner.decode_graphs import graph_sizes
+from deltafold.runner.decode_graphs import graph_bytes, graph_sizes
 from deltafold.runner.runner import ModelRunner
+from deltafold.runner.self_check import checked_ops
 from deltafold.runner.warm_up import warm_up
 from deltafold.scheduler.request import Request
 from deltafold.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -63,12 +64,6 @@ SAVE_BYTES_PER_TOKEN = {"cpu": 1_000_000, "cuda": 150_000}
 """A preempted request is saved rather than recomputed up to this many bytes a token: what memory moves both ways in
 the time a token's prefill takes (CPU: 5 GB/s against 2,500 tokens/s; H200: 25 GB/s against 80,000 tokens/s)."""
 
-GRAPH_BYTES = 2**28
-"""Set aside for captured decode steps, beside LOGITS_BYTES for each logit that one of them makes: they share one pool,
-whose size is that of the largest."""
-
-LOGITS_BYTES = 10
-
 _Item = TypeVar("_Item")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -86,6 +81,7 @@ class Resolved:
     backend: Backend
     load_seconds: float
     has_random_weights: bool = False
+    refused_kernels: tuple[str, ...] = ()
 
 
 class Engine:
@@ -104,9 +100,11 @@ class Engine:
         self._tokenizer = tokenizer
         specs = model.layer_specs(config)
         is_fused = resolved.device.type == "cuda" and resolved.backend is Backend.TRITON
-        sizes = graph_sizes(options.max_num_seqs) if is_fused and options.decode_graphs else ()
+        # A portable op waits for the device, which no captured step may.
+        has_graphs = is_fused and options.decode_graphs and "delta_step" not in resolved.refused_kernels
+        sizes = graph_sizes(options.max_num_seqs) if has_graphs else ()
         self._device_memory = (
-            _measure_device(model, specs, resolved, options, config, has_graphs=bool(sizes)) if is_fused else None
+            _measure_device(model, specs, resolved, options, config, has_graphs=has_graphs) if is_fused else None
         )
         self._plan = _plan(specs, resolved, options, config, self._device_memory)
         caches = allocate(self._plan, specs, resolved.dtype, resolved.device)
@@ -238,10 +236,21 @@ class Engine:
                     on_progress=on_progress,
                     ignore=kind.ignored_tensors,
                 )
+        refused: list[str] = []
+        if torch_device.type == "cuda" and backend_name is Backend.TRITON:
+            ops, refused = checked_ops(ops, kind.layer_specs(config), torch_dtype, torch_device)
         loaded = kind(config, tensors, ops, residual)
         seconds = time.perf_counter() - start
         resolved = Resolved(
-            model, folder, torch_device, torch_dtype, residual, backend_name, seconds, weights == "random"
+            model,
+            folder,
+            torch_device,
+            torch_dtype,
+            residual,
+            backend_name,
+            seconds,
+            weights == "random",
+            tuple(refused),
         )
         return cls(resolved, options, config, loaded, tokenizer)
 
@@ -404,6 +413,7 @@ class Engine:
                 "save_bytes_per_token": SAVE_BYTES_PER_TOKEN[self._resolved.device.type],
             },
             "memory": _describe_memory(plan, self._cache_bytes, self._device_memory),
+            "refused_kernels": list(resolved.refused_kernels),
             "decode_graphs": list(self._core.runner.graph_sizes),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         }
@@ -532,7 +542,7 @@ def _measure_device(
         max_num_seqs=options.max_num_seqs,
         max_model_len=options.max_model_len or config.max_position_embeddings,
     )
-    graphs = GRAPH_BYTES + options.max_num_seqs * config.vocab_size * LOGITS_BYTES if has_graphs else 0
+    graphs = graph_bytes(options.max_num_seqs, config.vocab_size) if has_graphs else 0
     return device_memory(resolved.device, activations=peak, graphs=graphs, floor_share=options.free_memory_floor)
 
 

@@ -82,6 +82,18 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     describe = _command(commands, "describe", _describe, "print what a model is loaded as, as JSON")
     _add_engine_arguments(describe)
 
+    plan = _command(commands, "plan", _plan, "say how many sequences a memory holds; needs no GPU and no weights")
+    plan.add_argument("--model", default="builtin", help="builtin (default), a folder, or a hub id")
+    plan.add_argument("--revision", help="revision of a hub id")
+    plan.add_argument("--memory", type=_byte_count, required=True, help="of the device, e.g. 80GiB")
+    plan.add_argument("--context", type=int, required=True, help="tokens of each sequence, prompt and output")
+    plan.add_argument("--dtype", default="auto", help="auto (default: the checkpoint's), float32 or bfloat16")
+    plan.add_argument("--max-num-seqs", type=int, default=64, help="most requests in one step (default: 64)")
+    plan.add_argument(
+        "--max-num-batched-tokens", type=int, default=2048, help="most prompt tokens in one step (default: 2048)"
+    )
+    plan.add_argument("--free-memory-floor", type=float, default=0.06, help="share that stays free (default: 0.06)")
+
     parity_help = "record golden runs and hold engines to them"
     parity = commands.add_parser("parity", help=parity_help, description=parity_help, allow_abbrev=False)
     actions = parity.add_subparsers(dest="action", required=True, parser_class=_Parser)
@@ -289,6 +301,21 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _describe(arguments: argparse.Namespace) -> int:
     with _load(arguments) as engine:
         print(json.dumps(engine.describe(), indent=2))
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    plan = deltafold.plan_capacity(
+        arguments.model,
+        revision=arguments.revision,
+        memory=arguments.memory,
+        context=arguments.context,
+        dtype=arguments.dtype,
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        free_memory_floor=arguments.free_memory_floor,
+    )
+    print(plan)
     return 0
 
 

@@ -164,32 +164,29 @@ class AsyncTokenStream(AsyncSubscription):
         return self
 
     async def __anext__(self) -> TokenOutput:
-        if self.is_finished:
+        outputs = await self.take(1)
+        if not outputs:
             raise StopAsyncIteration
-        await self._wait()
-        return _token_output(self._accept(self._mailbox.deliveries.popleft()))
+        return outputs[0]
 
-    async def take(self) -> list[TokenOutput]:
-        """All increments that have come and were not read, and waits for one if there is none; empty at the end.
+    async def take(self, max_outputs: int) -> list[TokenOutput]:
+        """The increments that have come and were not read, `max_outputs` at most; waits for one if there is none, and
+        is empty at the end. So a reader that fell behind catches up at once.
 
-        A reader that is slower than the engine catches up at once. Raises what `async for` would, after what came
-        before it.
+        Raises what `async for` would, but only after what came before it was taken.
         """
         if self.is_finished:
             return []
-        await self._wait()
-        deliveries = self._mailbox.deliveries
-        outputs = [_token_output(self._accept(deliveries.popleft()))]
-        while deliveries and not _is_failure(deliveries[0]):
-            outputs.append(_token_output(self._accept(deliveries.popleft())))
-        return outputs
-
-    async def _wait(self) -> None:
         try:
             await self._mailbox.wait()
         except asyncio.CancelledError:
             self.abort()
             raise
+        deliveries = self._mailbox.deliveries
+        outputs = [_token_output(self._accept(deliveries.popleft()))]
+        while deliveries and len(outputs) < max_outputs and not _is_failure(deliveries[0]):
+            outputs.append(_token_output(self._accept(deliveries.popleft())))
+        return outputs
 
     async def aclose(self) -> None:
         """Aborts the request unless it is finished. Idempotent."""

@@ -17,7 +17,7 @@ from deltafold.parity.compare import Comparison, compare
 from deltafold.parity.following import Finding, LayerError
 from deltafold.parity.golden import GoldenStep
 from deltafold.parity.page import html_page, margin_histogram
-from deltafold.parity.plots import Line, bars, grid, log_lines
+from deltafold.parity.plots import Line, bars, grid, log_dots, log_lines
 from deltafold.parity.report import json_report, text_report
 from deltafold.parity.trace import Trace, trace
 
@@ -43,7 +43,7 @@ def test_text_names_the_position_and_both_sides(comparison: Comparison) -> None:
     assert re.search(r"^prompt 1 +mismatch +first divergence 4$", text, re.M)
     golden, ours = comparison.prompts[1].decode[4].golden_token, comparison.prompts[1].decode[4].our_token
     assert re.search(rf"^  decode +4 mismatch  golden {golden} ours {ours} rank \d+, margin golden", text, re.M)
-    assert "tie 0.001, drift 0.0002, kl 1e-06 nats (both sides compute in float32)" in text
+    assert "tie 0.001, drift 0.0004, kl 1e-06 nats (both sides compute in float32)" in text
     assert "layer 5, op mla_decode, output '0' in decode step 2: relative error inf, tolerance 1e-05" in text
 
 
@@ -100,13 +100,28 @@ def test_lines_rise_with_their_values_and_infinity_is_at_the_top() -> None:
     assert "stroke-dasharray" in svg
 
 
+def test_dots_stand_by_their_values_in_the_row_of_their_label() -> None:
+    svg = log_dots("t", ["first", "<second>"], [Line("n", [1e-3, 1e-1]), Line("m", [0.0, math.inf])])
+    dots = {
+        tip: (float(x), float(y))
+        for x, y, tip in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"[^>]*><title>([^<]*)', svg)
+    }
+    low, high = dots["first, n: 1.00e-03"], dots["&lt;second&gt;, n: 1.00e-01"]
+    assert low[0] < high[0]
+    assert low[1] < high[1]
+    assert dots["first, m: 0.00e+00"] == low  # 1e-3 is where the axis starts
+    assert dots["&lt;second&gt;, m: inf"][0] >= high[0]
+    ticks = [float(x) for x in re.findall(r'<text x="([\d.]+)"[^>]*>1e-[123]<', svg)]
+    assert ticks[1] - ticks[0] == pytest.approx(ticks[2] - ticks[1], abs=0.2)
+
+
 def test_grid_has_one_cell_for_each_entry() -> None:
     svg = grid("t", ["a", "b"], [[("#111111", "x")] * 3, [("#222222", "y")]], [("#111111", "dark")])
     assert (svg.count("<title>x</title>"), svg.count("<title>y</title>")) == (3, 1)
 
 
 def test_plots_of_nothing_are_well_formed(engine: Engine) -> None:
-    for svg in (bars("t", [], []), grid("t", [], [], []), log_lines("t", [], [], limit=None)):
+    for svg in (bars("t", [], []), grid("t", [], [], []), log_lines("t", [], [], limit=None), log_dots("t", [], [])):
         ElementTree.fromstring(svg)
     assert "no tensor left tolerance" in text_report(
         compare(tiny_golden(engine, num_steps=1), engine), trace(engine, random_prompt(0, 3), 1)

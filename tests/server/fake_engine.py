@@ -61,29 +61,30 @@ class Stream:
     def __init__(self, engine: FakeEngine, request_id: str, runnings: list[Running], queue: asyncio.Queue) -> None:
         self.engine, self.request_id, self.queue = engine, request_id, queue
         self.num_unfinished = len(runnings)
+        self.failure: Exception | None = None
 
     def __aiter__(self) -> Stream:
         return self
 
     async def __anext__(self) -> TokenOutput:
-        if self.num_unfinished == 0:
-            raise StopAsyncIteration
-        item = await self.queue.get()
-        if isinstance(item, Exception):
-            self.num_unfinished = 0
-            raise item
-        self.num_unfinished -= item.finish_reason is not None
-        return item
+        if outputs := await self.take(1):
+            return outputs[0]
+        raise StopAsyncIteration
 
-    async def take(self) -> list[TokenOutput]:
-        outputs = [output] if (output := await anext(self, None)) is not None else []
-        while (
-            outputs
-            and self.num_unfinished
-            and not self.queue.empty()
-            and not isinstance(self.queue._queue[0], Exception)
-        ):
-            outputs.append(await anext(self))
+    async def take(self, max_outputs: int) -> list[TokenOutput]:
+        outputs: list[TokenOutput] = []
+        while self.failure is None and self.num_unfinished and len(outputs) < max_outputs:
+            if outputs and self.queue.empty():
+                break
+            item = await self.queue.get()
+            if isinstance(item, Exception):
+                self.failure = item
+            else:
+                outputs.append(item)
+                self.num_unfinished -= item.finish_reason is not None
+        if self.failure is not None and not outputs:
+            self.num_unfinished = 0
+            raise self.failure
         return outputs
 
 

@@ -49,7 +49,7 @@ def test_tokenize_sees_what_chat_sees():
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "x", "messages": user("x")}, {"prompt": 1}, {"messages": []}])
 def test_tokenize_takes_exactly_one_of_both(body):
-    assert post(APP, "/tokenize", **body).status_code == 422
+    assert post(APP, "/tokenize", **body).status_code == 400
 
 
 @pytest.mark.parametrize("token_id", [-1, 260])
@@ -78,7 +78,7 @@ def test_metrics_count_what_happened():
     assert found["deltafold_inter_token_seconds_count",] == 4
     assert found["deltafold_request_seconds_count", CHAT] == 1
     assert found["deltafold_http_requests_total", COMPLETIONS, "200"] == 1
-    assert found["deltafold_http_requests_total", COMPLETIONS, "422"] == 1
+    assert found["deltafold_http_requests_total", COMPLETIONS, "400"] == 1
     assert found["deltafold_blocks_free",] == NUM_BLOCKS - 1
     assert found["deltafold_blocks_cached",] == 1
     assert found["deltafold_blocks_used",] == 0

@@ -215,6 +215,7 @@ def _scored_by_engine(arguments: argparse.Namespace, tokens: TokenSet) -> Score:
         device=arguments.engine,
         dtype=arguments.dtype,
         backend=arguments.backend,
+        memory=2**31,
         prefix_cache=False,
         show_progress=False,
     ) as engine:

@@ -28,6 +28,17 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size <= max_num_seqs))
 
 
+POOL_BYTES = 2**28
+LOGITS_BYTES = 10
+"""What captured decode steps take: all of them share one pool, whose size is that of the largest step, and most of a
+step is its logits."""
+
+
+def graph_bytes(max_num_seqs: int, vocab_size: int) -> int:
+    """Bytes to set aside for the graphs of steps of up to `max_num_seqs` requests."""
+    return POOL_BYTES + LOGITS_BYTES * max_num_seqs * vocab_size
+
+
 STAGING_BUFFERS = 3
 """Host buffers in rotation: one may be on its way while the next is filled, and a step is waited for before the one
 after the next starts."""

@@ -10,6 +10,7 @@ import torch
 from deltafold.cache.memory import BLOCK_SIZE
 from deltafold.layers.batch import ForwardBatch, SnapshotPlan
 from deltafold.ops import PAD_SLOT
+from deltafold.runner.staging import staged
 from deltafold.scheduler.output import ScheduledRequest, SchedulerOutput
 
 
@@ -33,7 +34,7 @@ def build_batch(output: SchedulerOutput, device: torch.device) -> ForwardBatch:
     ]
 
     def integers(values: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+        return staged(values, dtype, device)
 
     return ForwardBatch(
         token_ids=integers(token_ids, torch.int64),
@@ -81,7 +82,7 @@ def _snapshots(prefills: Sequence[ScheduledRequest], num_decodes: int, device: t
         has_before += [item.has_initial_state, False]
 
     def tensor(values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+        return staged(values, dtype, device)
 
     return SnapshotPlan(
         start_loc=tensor(starts, torch.int32),
@@ -107,7 +108,7 @@ def _block_table(items: Sequence[ScheduledRequest], device: torch.device) -> tor
     widths = [_num_blocks(item) for item in items]
     width = max(widths)
     rows = [item.request.block_ids[:used] + [0] * (width - used) for item, used in zip(items, widths, strict=True)]
-    return torch.tensor(rows, dtype=torch.int32).to(device, non_blocking=True)
+    return staged(rows, torch.int32, device)
 
 
 def _num_blocks(item: ScheduledRequest) -> int:

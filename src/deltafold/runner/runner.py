@@ -20,6 +20,7 @@ from deltafold.models import CausalLM
 from deltafold.runner.decode_graphs import DecodeGraphs
 from deltafold.runner.inputs import build_batch, logits_rows, scores_prompt, state_slot
 from deltafold.runner.sampler import SamplingRow, is_greedy, sample, token_logprobs
+from deltafold.runner.staging import staged
 from deltafold.scheduler.output import RequestResult, ScheduledRequest, SchedulerOutput
 from deltafold.scheduler.request import Request
 from deltafold.types import TokenLogprob
@@ -164,7 +165,7 @@ class ModelRunner:
         drawn_parts = []
         for start in range(0, len(sampled), LOGITS_ROWS):
             part = sampled[start : start + LOGITS_ROWS]
-            rows = torch.tensor([r for _, r in part], device=self._device)
+            rows = staged([r for _, r in part], torch.int64, self._device)
             drawn_parts.append(self._draw([item for item, _ in part], self._model.logits(hidden[rows])))
         return StepInFlight(results, drawn_parts, self._device)
 
@@ -172,9 +173,9 @@ class ModelRunner:
         """Decodes of requests that went on from saved memory: their last token was not drawn in the slot they have."""
         absent = [item for item in items if item.is_decode and not item.has_device_token]
         if absent:
-            slots = torch.tensor([state_slot(item) for item in absent], device=self._device)
+            slots = staged([state_slot(item) for item in absent], torch.int64, self._device)
             ids = [item.request.token_ids[item.num_computed_tokens] for item in absent]
-            self.device_token_ids[slots] = torch.tensor(ids, device=self._device)
+            self.device_token_ids[slots] = staged(ids, torch.int64, self._device)
 
     def _with_device_tokens(self, batch: ForwardBatch) -> ForwardBatch:
         n = batch.num_decodes
@@ -191,7 +192,7 @@ class ModelRunner:
         safe = torch.where(is_finite[:, None], logits, 0.0)
         rows = [SamplingRow(r.params, r.seed, r.prompt_token_ids, r.output_token_ids) for r in requests]
         token_ids = sample(safe, rows)
-        slots = torch.tensor([state_slot(item) for item in items], device=self._device)
+        slots = staged([state_slot(item) for item in items], torch.int64, self._device)
         self.device_token_ids[slots] = token_ids
         return self._on_the_way(requests, token_ids, is_finite, safe)
 

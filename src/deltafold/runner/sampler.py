@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deltafold.runner.staging import staged
 from deltafold.types import LOGPROB_FLOOR, SamplingParams, TokenLogprob, TopLogprob
 
 _MASK32 = 0xFFFFFFFF
@@ -39,7 +40,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     drawn_rows = [i for i, row in enumerate(rows) if row.params.temperature > 0]
     if not drawn_rows:
         return greedy
-    index = torch.tensor(drawn_rows, device=logits.device)
+    index = staged(drawn_rows, torch.int64, logits.device)
     drawn = _draw(adjusted[index], [rows[i] for i in drawn_rows])
     return greedy.index_copy(0, index, drawn)
 
@@ -108,7 +109,7 @@ def _adjust_row(logits: Tensor, row: SamplingRow) -> None:
 
 def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
+        return staged(values, torch.float32, logits.device)[:, None]
 
     # Subtracting the maximum first keeps a tiny temperature from overflowing; one below float32 must not become 0.
     temperature = column([row.params.temperature for row in rows]).clamp(min=torch.finfo(torch.float32).tiny)
@@ -126,8 +127,8 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 def _keep_top(logprobs: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """top_k, then top_p of what that leaves, per row; among equals the lower id is kept first."""
     vocab = logprobs.shape[-1]
-    top_k = torch.tensor([row.params.top_k or vocab for row in rows], device=logprobs.device)[:, None]
-    top_p = torch.tensor([row.params.top_p for row in rows], dtype=torch.float64, device=logprobs.device)[:, None]
+    top_k = staged([row.params.top_k or vocab for row in rows], torch.int64, logprobs.device)[:, None]
+    top_p = staged([row.params.top_p for row in rows], torch.float64, logprobs.device)[:, None]
     ordered, ids = logprobs.sort(dim=-1, descending=True, stable=True)
     place = torch.arange(vocab, device=logprobs.device)
     ordered = ordered.masked_fill(place >= top_k, -math.inf)
@@ -141,8 +142,8 @@ def _keep_top(logprobs: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 def _gumbel(vocab: int, rows: Sequence[SamplingRow], device: torch.device) -> Tensor:
     """Gumbel noise [N, vocab] float64 from the hash; adding it to logprobs and taking the largest draws a token."""
     keys = [_mix64(row.seed, len(row.output_token_ids)) for row in rows]
-    low = torch.tensor([key & _MASK32 for key in keys], dtype=torch.int64, device=device)[:, None]
-    high = torch.tensor([key >> 32 for key in keys], dtype=torch.int64, device=device)[:, None]
+    low = staged([key & _MASK32 for key in keys], torch.int64, device)[:, None]
+    high = staged([key >> 32 for key in keys], torch.int64, device)[:, None]
     bits = _hash32(_hash32(torch.arange(vocab, device=device) ^ low) ^ high)
     uniform = (bits.double() + 0.5) / 2.0**32
     return -torch.log(-torch.log(uniform))

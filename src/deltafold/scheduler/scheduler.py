@@ -365,7 +365,9 @@ class Scheduler:
             wanted = {*range(interval, last * CHUNK_GRID, interval), last * CHUNK_GRID}
             wanted.add(match.num_known_blocks * CHUNK_GRID)  # here this prompt branches off from another
         request.num_computed_tokens = start
-        request.snapshot_positions = sorted(position for position in wanted if position > start)
+        # A chunk ends at every second position: without snapshots, for nothing.
+        keeps = self._cache.is_enabled
+        request.snapshot_positions = sorted(position for position in wanted if position > start) if keeps else []
         return match
 
     def _load_saved(self, request: Request, saved: SavedState) -> None:

@@ -14,7 +14,7 @@ from fastapi.security import HTTPBearer
 from starlette.responses import Response
 
 from deltafold import API_VERSION, Engine, OptionError, __version__
-from deltafold.server import metrics, page, problems, protocol
+from deltafold.server import handlers, metrics, page, problems, protocol
 from deltafold.server.calls import Call
 from deltafold.server.middleware import AccessLog, BearerAuth, BodyLimit
 from deltafold.server.shapes import ChatShape, CompletionShape
@@ -34,12 +34,11 @@ _EVENTS = {
     }
 }
 _FAILURES = {
-    400: "Malformed JSON, an unsupported field, or a value that the engine refuses.",
+    400: "A malformed body, a field that is missing or not supported, or a value that is refused.",
     401: "No valid key.",
     404: "No such model.",
     413: "The body is too large.",
     415: "The body is not declared as JSON.",
-    422: "A field is missing or of the wrong type.",
     429: "The queue is full; Retry-After says when to come again.",
     500: "The request failed inside the engine.",
     503: "The engine is closed or shutting down.",
@@ -48,6 +47,19 @@ _FAILURES = {
 
 def _failures(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": protocol.ErrorResponse, "description": _FAILURES[status]} for status in statuses}
+
+
+class _Application(FastAPI):
+    """FastAPI whose document does not announce 422: every malformed body is a 400 here."""
+
+    def openapi(self) -> dict[str, Any]:
+        document = super().openapi()
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+        return document
 
 
 def create_app(
@@ -75,9 +87,9 @@ def create_app(
             raise OptionError(f"{option} must not be empty, got ''")
     if max_body_bytes < 1:
         raise OptionError(f"max_body_bytes must be >= 1, got {max_body_bytes}")
-    app = FastAPI(title="deltafold", version=__version__, docs_url=None, redoc_url=None)
+    app = _Application(title="deltafold", version=__version__, docs_url=None, redoc_url=None)
     state = app.state.server = ServerState(engine, served_model_name or engine.model_name)
-    problems.install(app)
+    handlers.install(app)
     locked = [Depends(HTTPBearer(auto_error=False))] if api_key is not None else []
     app.include_router(_open_routes(state))
     app.include_router(_model_routes(state), dependencies=locked)
@@ -155,7 +167,7 @@ def _is_other_model(state: ServerState, model: str | None) -> bool:
 
 def _generation_routes(state: ServerState) -> APIRouter:
     router = APIRouter()
-    failures = _failures(400, 401, 404, 413, 415, 422, 429, 500, 503)
+    failures = _failures(400, 401, 404, 413, 415, 429, 500, 503)
     answers: dict[int | str, dict[str, Any]] = {200: {"content": _EVENTS}, **failures}
 
     @router.post("/v1/completions", response_model=protocol.CompletionResponse, responses=answers)
@@ -183,7 +195,7 @@ def _generation_routes(state: ServerState) -> APIRouter:
 
 def _token_routes(state: ServerState) -> APIRouter:
     router = APIRouter()
-    failures = _failures(400, 401, 404, 413, 415, 422)
+    failures = _failures(400, 401, 404, 413, 415)
 
     @router.post("/tokenize", response_model=protocol.TokenizeResponse, responses=failures)
     async def tokenize(body: protocol.TokenizeRequest) -> Any:

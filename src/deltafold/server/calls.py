@@ -9,9 +9,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -28,6 +28,12 @@ from deltafold.server.shapes import Shape, usage_object
 from deltafold.server.state import ServerState
 
 request_log = logging.getLogger("deltafold.server.request")
+
+Write = Callable[[bytes], Awaitable[None]]
+"""Sends one piece of a body."""
+
+MAX_EVENTS = 64
+"""Most events encoded in one piece, for a client that fell behind."""
 
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -111,31 +117,33 @@ class Call:
                 self._record.outcome = "disconnected"
             self._close(ids, is_stream=True)
 
-        return _EventStream(self._events(streams, include_usage), on_end)
+        return _EventStream(partial(self._write_events, streams, include_usage), on_end)
 
-    async def _events(self, streams: Sequence[AsyncTokenStream], include_usage: bool) -> AsyncGenerator[bytes, None]:
-        """What is written to the socket, piece by piece: the events of all that has come, in one piece."""
+    async def _write_events(self, streams: Sequence[AsyncTokenStream], include_usage: bool, write: Write) -> None:
         frames = Frames(self._shape, self._head(self._shape.chunk_object), has_usage=include_usage)
         num_choices = len(self._prompts) * self._params.n
         if openings := "".join([frames.openings(index) for index in range(num_choices)]):
-            yield openings.encode()
-        timers = [TokenTimer(self._state.metrics, self._start) for _ in range(num_choices)]
+            await write(openings.encode())
         try:
-            async with aclosing(_merge(streams)) as batches:
-                async for prompt_index, outputs in batches:
-                    first = prompt_index * self._params.n
-                    for output in outputs:
-                        self._note_output(first + output.index, output, timers[first + output.index])
-                    if events := "".join([frames.increment(first + output.index, output) for output in outputs]):
-                        yield events.encode()
+            await _together([self._pass_on(i, stream, frames, write) for i, stream in enumerate(streams)])
         except DeltafoldError as error:
             self._note_error(error)
-            yield b"data: " + to_problem(error).to_json() + b"\n\n"
+            await write(b"data: " + to_problem(error).to_json() + b"\n\n")
             return
         if include_usage:
-            yield frames.usage(self._usage()).encode()
+            await write(frames.usage(self._usage()).encode())
         self._record.outcome = "ok"
-        yield b"data: [DONE]\n\n"
+        await write(b"data: [DONE]\n\n")
+
+    async def _pass_on(self, prompt_index: int, stream: AsyncTokenStream, frames: Frames, write: Write) -> None:
+        """Writes the outputs of one prompt's stream; what came while the client was slow goes in one piece."""
+        first = prompt_index * self._params.n
+        timers = [TokenTimer(self._state.metrics, self._start) for _ in range(self._params.n)]
+        while outputs := await stream.take(MAX_EVENTS):
+            for output in outputs:
+                self._note_output(first + output.index, output, timers[output.index])
+            if events := "".join([frames.increment(first + output.index, output) for output in outputs]):
+                await write(events.encode())
 
     def _head(self, kind: str) -> dict[str, Any]:
         created = int(time.time())
@@ -185,36 +193,31 @@ class Call:
         request_log.info("%s", json.dumps(line))
 
 
-async def _merge(streams: Sequence[AsyncTokenStream]) -> AsyncGenerator[tuple[int, list[TokenOutput]], None]:
-    """The outputs of all streams as they come, each list with its stream's position."""
-    if len(streams) == 1:
-        while outputs := await streams[0].take():
-            yield 0, outputs
+async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Runs all side by side; the first exception of one ends the others."""
+    if len(works) == 1:
+        await works[0]
         return
-    pending = {asyncio.ensure_future(stream.take()): index for index, stream in enumerate(streams)}
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        while pending:
-            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=pending.__getitem__):
-                index = pending.pop(task)
-                if outputs := task.result():
-                    pending[asyncio.ensure_future(streams[index].take())] = index
-                    yield index, outputs
+        await asyncio.gather(*tasks)
     finally:
-        for task in pending:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _EventStream(Response):
-    """Sends `events` until they end or the client does; `on_end` is called either way and told which."""
+    """Lets `write_events` write until it ends or the client does; `on_end` is called either way and told which."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[bool], None]) -> None:
+    def __init__(
+        self, write_events: Callable[[Write], Coroutine[Any, Any, None]], on_end: Callable[[bool], None]
+    ) -> None:
         self.status_code = 200
         self.background = None
-        self._events = events
+        self._write_events = write_events
         self._on_end = on_end
         self.init_headers(_STREAM_HEADERS)
 
@@ -229,7 +232,5 @@ class _EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with aclosing(self._events) as events:
-            async for data in events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._write_events(lambda data: send({"type": "http.response.body", "body": data, "more_body": True}))
         await send({"type": "http.response.body", "body": b""})

@@ -55,6 +55,11 @@ def _is_same(value: Any, inert: Any) -> bool:
     return type(value) is type(inert) and value == inert
 
 
+def impossible(name: str, message: str) -> PydanticCustomError:
+    """Fields that do not go together; `name` is the one to blame."""
+    return PydanticCustomError("impossible_combination", message, {"name": name})  # type: ignore[arg-type]
+
+
 class WireModel(BaseModel):
     """A body as it is on the wire: strict types, no unknown field, no NaN."""
 
@@ -106,7 +111,7 @@ class GenerationRequest(WireModel):
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("stream_options", "stream_options is only allowed when stream is true")
+            raise impossible("stream_options", "stream_options is only allowed when stream is true")
         return self
 
     @property
@@ -292,7 +297,7 @@ class TokenizeRequest(WireModel):
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("prompt_or_messages", "exactly one of prompt and messages is needed")
+            raise impossible("prompt", "exactly one of prompt and messages is needed")
         return self
 
 

@@ -1,16 +1,17 @@
 """What pydantic finds wrong with a body, in this server's words: the field, its value, and what it must be.
 
-problems.py answers with what `validation_problem` makes of it; every malformed body is a 400.
+handlers.py answers with what `validation_problem` makes of it: 400, or 415 for a body that is not declared as JSON.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deltafold.server.problem import Problem
+from deltafold.server.problems import Problem
 
 _Error = Mapping[str, Any]
 
@@ -25,6 +26,7 @@ _TYPES = {
     "model_attributes_type": "an object",
     "none_required": "null",
 }
+_OWN_CODES = {"unsupported_field": "unsupported_parameter", "impossible_combination": "invalid_value"}
 _UNION_BRANCH = re.compile(r"(str|int|float|bool|none|dict|.*\[.*)$")  # how pydantic names the types it tried
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_SHOWN = 80  # characters of an offending value
@@ -49,13 +51,10 @@ def validation_problem(errors: Sequence[_Error], content_type: str) -> Problem:
     return _value_problem(param, worst, alternatives)
 
 
-_OWN_CODES = {"unsupported_field": "unsupported_parameter", "impossible_combination": "invalid_value"}
-
-
-def _progress(error: _Error) -> tuple[int, bool, int]:
-    """Of a union's branches, the one that got furthest is the one that was meant."""
+def _progress(error: _Error) -> tuple[bool, int, int]:
+    """Of a union's branches, the one that got furthest is the one that was meant: beyond the types, or deep."""
     last = error["loc"][-1]
-    return len(error["loc"]), error["type"] not in _TYPES, last if isinstance(last, int) else 0
+    return error["type"] not in _TYPES, len(error["loc"]), last if isinstance(last, int) else 0
 
 
 def _readable_loc(loc: Sequence[int | str]) -> str:
@@ -79,22 +78,26 @@ def _value_problem(param: str, worst: _Error, alternatives: Sequence[_Error]) ->
     """The answer to a field of a wrong type, size or value; `alternatives` are all errors at its place."""
     kind, value, context = worst["type"], worst.get("input"), worst.get("ctx", {})
     code = "invalid_value"
-    if kind in ("too_short", "too_long"):
-        limit = f"at least {context['min_length']}" if kind == "too_short" else f"at most {context['max_length']}"
-        wanted, got = f"have {limit} elements", f", got {len(value) if isinstance(value, list) else value!r}"
-    elif kind == "union_tag_invalid":
-        param, value = f"{param}.role", value.get("role") if isinstance(value, dict) else value
-        wanted, got = f"be one of {context['expected_tags']}", _shown(value)
+    if kind == "too_short":
+        return Problem(400, f"{param} must have at least 1 element, got 0", param=param, code=code)
+    if kind == "too_long":
+        message = f"{param} must have at most {context['max_length']} elements, got {context['actual_length']}"
+        return Problem(400, message, param=param, code=code)
+    if kind == "union_tag_invalid":
+        param, wanted, value = f"{param}.role", f"one of {context['expected_tags']}", value and value["role"]
     elif kind == "literal_error":
-        wanted, got = f"be {context['expected'].replace('False', 'false')}", _shown(value)
+        wanted = context["expected"].replace("False", "false")
     elif kind == "finite_number":
-        wanted, got = "be a finite number", _shown(value)
+        wanted = "a finite number"
     else:
+        code = "invalid_type"
         tried = dict.fromkeys(_TYPES[error["type"]] for error in alternatives if error["type"] in _TYPES)
-        wanted, got, code = f"be {' or '.join(tried)}", _shown(value), "invalid_type"
-    return Problem(400, f"{param} must {wanted}{got}", param=param, code=code)
+        wanted = " or ".join(tried) or "valid"
+    return Problem(400, f"{param} must be {wanted}{_shown(value)}", param=param, code=code)
 
 
 def _shown(value: object) -> str:
-    is_short = value is None or (isinstance(value, str | int | float) and len(repr(value)) <= _MAX_SHOWN)
+    if value is None or isinstance(value, bool):
+        return f", got {json.dumps(value)}"
+    is_short = isinstance(value, str | int | float) and len(repr(value)) <= _MAX_SHOWN
     return f", got {value!r}" if is_short else ""

@@ -55,8 +55,8 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     scores = torch.matmul(q.flatten(1, 2), keys.transpose(1, 2)).mul_(scale).unflatten(1, q.shape[1:3])
     hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu_(1)
     scores[..., L - n :].masked_fill_(hidden, float("-inf"))
-    weights = torch.softmax(scores, dim=-1).flatten(1, 2)
-    return torch.matmul(weights, values).unflatten(1, q.shape[1:3])
+    attended: Tensor = torch.matmul(torch.softmax(scores, dim=-1).flatten(1, 2), values)
+    return attended.unflatten(1, q.shape[1:3])
 
 
 def gqa_decode(

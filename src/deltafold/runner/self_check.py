@@ -1,0 +1,123 @@
+"""At start: fixed cases of the delta rule's kernels against the portable ops, at the model's own shapes.
+
+Compilers have shipped wrong code for single GPU types. A kernel that disagrees is refused by name, and the portable op
+takes its place.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from deltafold.cache.memory import LayerSpec
+from deltafold.errors import DeltafoldWarning
+from deltafold.ops import Backend, Ops, select
+
+NUM_TOKENS = 130
+"""Two whole chunks and a part of one."""
+
+TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
+"""Root mean square of the error over that of the right result: several times what correct kernels are off by."""
+
+
+def checked_ops(
+    ops: Ops, specs: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device
+) -> tuple[Ops, list[str]]:
+    """`ops`, with the portable op in place of each that fails its case, and the names of those."""
+    portable = select(Backend.PORTABLE)
+    shapes = {(spec.recurrent_shape, spec.conv_shape) for spec in specs if spec.recurrent_shape}
+    failed: set[str] = set()
+    for recurrent_shape, conv_shape in sorted(shapes):
+        cases = _Cases(recurrent_shape, conv_shape, dtype, device)
+        for name, case in (("delta_prefill", cases.prefill), ("delta_step", cases.step)):
+            error = _error(case(ops), case(portable))
+            if not error <= TOLERANCES[dtype]:
+                failed.add(name)
+                message = (
+                    f"kernel {name} is off by {error:.2g} at shape {recurrent_shape}: the portable op runs instead"
+                )
+                warnings.warn(message, DeltafoldWarning, stacklevel=2)
+    if not failed:
+        return ops, []
+    names = [name for name in dir(Ops) if not name.startswith("_")]
+    replaced = {name: getattr(portable if name in failed else ops, name) for name in names}
+    return cast(Ops, SimpleNamespace(**replaced)), sorted(failed)
+
+
+Case = Callable[[Ops], Sequence[Tensor]]
+
+
+class _Cases:
+    """Inputs drawn on the CPU from a fixed seed, with gates as trained models have them."""
+
+    def __init__(
+        self,
+        recurrent_shape: tuple[int, ...],
+        conv_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        HV, K, V = recurrent_shape
+        channels, taps = conv_shape
+        self._heads = (channels - HV * V) // (2 * K)
+        self._shape, self._dtype, self._device = (HV, K, V), dtype, device
+        draw = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=draw).to(device, dtype)
+
+        self._qkv = normal(NUM_TOKENS, channels)
+        self._gate = normal(NUM_TOKENS, HV, K) * 0.5
+        self._beta, self._out_gate = normal(NUM_TOKENS, HV), normal(NUM_TOKENS, HV, V)
+        self._conv = normal(channels, taps + 1) * 0.3
+        self._norm = torch.ones(V, dtype=dtype, device=device)
+        self._A_log = torch.rand(HV, generator=draw).mul_(15).add_(1).log_().to(device)
+        self._dt_bias = torch.rand(HV, K, generator=draw).mul_(2.3).sub_(4.6).to(device)
+        self._slots = torch.tensor([1], dtype=torch.int32, device=device)
+
+    def prefill(self, ops: Ops) -> Sequence[Tensor]:
+        """Output and state of a prompt."""
+        HV, K, V = self._shape
+        q, k, v = self._qkv.split([self._heads * K, self._heads * K, HV * V], dim=-1)
+        state = self._states()
+        out = ops.delta_prefill(
+            q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (HV, V)),
+            self._gate, self._beta, self._A_log, self._dt_bias, state,
+            torch.tensor([0, NUM_TOKENS], dtype=torch.int32, device=self._device), self._slots, self._has_state(False),
+        )  # fmt: skip
+        return out, state[1]
+
+    def step(self, ops: Ops) -> Sequence[Tensor]:
+        """Outputs, state and taps of a few decode steps."""
+        state = self._states()
+        taps = self._qkv[:4, :, None].expand(4, -1, self._conv.shape[1] - 1).contiguous()
+        outputs = [
+            ops.delta_step(
+                self._qkv[t : t + 1], self._conv, taps, self._gate[t : t + 1], self._beta[t : t + 1], self._A_log,
+                self._dt_bias, self._out_gate[t : t + 1], self._norm, 1e-5, "sigmoid", state, self._slots,
+                self._has_state(True),
+            )
+            for t in range(4)
+        ]  # fmt: skip
+        return torch.cat(outputs), state[1], taps[1]
+
+    def _states(self) -> Tensor:
+        return torch.full((4, *self._shape), 0.01, dtype=torch.float32, device=self._device)
+
+    def _has_state(self, value: bool) -> Tensor:
+        return torch.tensor([value], device=self._device)
+
+
+@torch.inference_mode()
+def _error(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """The largest over the tensors; NaN if any value is."""
+    errors = [
+        float((a.double() - b.double()).square().mean().sqrt() / b.double().square().mean().sqrt())
+        for a, b in zip(found, right, strict=True)
+    ]
+    return max(errors, key=lambda error: (error != error, error))

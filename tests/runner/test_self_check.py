@@ -1,0 +1,64 @@
+"""Kernels that compute something else are refused by name; right ones are kept."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from deltafold.cache.memory import LayerSpec
+from deltafold.errors import DeltafoldWarning
+from deltafold.ops import Ops, select
+from deltafold.runner.self_check import checked_ops
+
+SPECS = [LayerSpec(recurrent_shape=(4, 16, 24), conv_shape=(2 * 2 * 16 + 4 * 24, 3)), LayerSpec(latent_dim=8)]
+CPU = torch.device("cpu")
+
+
+def changed(name: str, change: Any) -> Ops:
+    ops = select("portable")
+    names = [n for n in dir(Ops) if not n.startswith("_")]
+    return cast(Ops, SimpleNamespace(**{n: getattr(ops, n) for n in names} | {name: change(getattr(ops, name))}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["portable", "reference"])
+def test_right_ops_are_kept(backend: str, dtype: torch.dtype) -> None:
+    ops = select(backend)
+    assert checked_ops(ops, SPECS, dtype, CPU) == (ops, [])
+
+
+def scaled_output(op: Any) -> Any:
+    return lambda *args: op(*args) * 1.05
+
+
+def nan_output(op: Any) -> Any:
+    return lambda *args: op(*args) * float("nan")
+
+
+def stale_state(op: Any) -> Any:
+    """Right output, state not written."""
+
+    def wrong(*args: Any) -> Any:
+        args = tuple(a.clone() if isinstance(a, torch.Tensor) and a.dim() == 4 else a for a in args)
+        return op(*args)
+
+    return wrong
+
+
+@pytest.mark.parametrize("fault", [scaled_output, nan_output, stale_state])
+@pytest.mark.parametrize("name", ["delta_prefill", "delta_step"])
+def test_a_wrong_kernel_is_refused_by_name_and_replaced(name: str, fault: Any) -> None:
+    wrong = changed(name, fault)
+    with pytest.warns(DeltafoldWarning, match=rf"{name} is off by .* at shape \(4, 16, 24\)"):
+        ops, failed = checked_ops(wrong, SPECS, torch.float32, CPU)
+    assert failed == [name]
+    assert getattr(ops, name) is getattr(select("portable"), name)
+    assert ops.rms_norm is wrong.rms_norm
+
+
+def test_models_without_such_layers_have_nothing_to_check() -> None:
+    ops = changed("delta_step", nan_output)
+    assert checked_ops(ops, SPECS[1:], torch.float32, CPU) == (ops, [])
