@@ -74,7 +74,9 @@ def moe_rows() -> list[Row]:
         inputs = [(randn(T, HIDDEN), randn(T, EXPERTS, dtype=torch.float32)) for _ in range(2 if T > 4 else 6)]
         touched = [1 + len(torch.unique(logits.topk(TOP_K).indices)) for _, logits in inputs]
         calls = [
-            lambda x=x, logits=logits: ops.routed_experts(x, logits, bias, w13, w2, TOP_K, "sigmoid", 1, 1, 2, True, 2.446)
+            lambda x=x, logits=logits: ops.routed_experts(
+                x, logits, bias, w13, w2, TOP_K, "sigmoid", 1, 1, 2, True, 2.446
+            )
             for x, logits in inputs
         ]
         mean_touched = statistics.mean(touched)

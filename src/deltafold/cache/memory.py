@@ -38,6 +38,7 @@ class LayerSpec:
     conv_shape: tuple[int, ...] = ()  # (D, W - 1), compute dtype
     latent_dim: int = 0  # R + P values a token, compute dtype
     kv_shape: tuple[int, ...] = ()  # (HK, K): of a token's keys and of its values, compute dtype
+    decays_by_head: bool = False  # whether the state has one decay a head instead of one a row: other kernels
 
     @property
     def values_per_token(self) -> int:

@@ -35,6 +35,7 @@ class GatedDeltaNet:
         return LayerSpec(
             recurrent_shape=(config.num_value_heads, config.key_head_dim, config.value_head_dim),
             conv_shape=(config.conv_dim, config.conv_kernel_size - 1),
+            decays_by_head=True,
         )
 
     @staticmethod

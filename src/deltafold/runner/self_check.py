@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deltafold.cache.memory import LayerSpec
 from deltafold.errors import DeltafoldWarning
-from deltafold.ops import Backend, Ops, select
+from deltafold.ops import Activation, Backend, Ops, select
 
 NUM_TOKENS = 130
 """Two whole chunks and a part of one."""
@@ -30,10 +30,10 @@ def checked_ops(
 ) -> tuple[Ops, list[str]]:
     """`ops`, with the portable op in place of each that fails its case, and the names of those."""
     portable = select(Backend.PORTABLE)
-    shapes = {(spec.recurrent_shape, spec.conv_shape) for spec in specs if spec.recurrent_shape}
+    shapes = {(spec.recurrent_shape, spec.conv_shape, spec.decays_by_head) for spec in specs if spec.recurrent_shape}
     failed: set[str] = set()
-    for recurrent_shape, conv_shape in sorted(shapes):
-        cases = _Cases(recurrent_shape, conv_shape, dtype, device)
+    for recurrent_shape, conv_shape, decays_by_head in sorted(shapes):
+        cases = _Cases(recurrent_shape, conv_shape, decays_by_head, dtype, device)
         for name, case in (("delta_prefill", cases.prefill), ("delta_step", cases.step)):
             error = _error(case(ops), case(portable))
             if not error <= TOLERANCES[dtype]:
@@ -59,6 +59,7 @@ class _Cases:
         self,
         recurrent_shape: tuple[int, ...],
         conv_shape: tuple[int, ...],
+        decays_by_head: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -72,12 +73,14 @@ class _Cases:
             return torch.randn(shape, generator=draw).to(device, dtype)
 
         self._qkv = normal(NUM_TOKENS, channels)
-        self._gate = normal(NUM_TOKENS, HV, K) * 0.5
+        decay_shape = (HV,) if decays_by_head else (HV, K)
+        self._activation: Activation = "silu" if decays_by_head else "sigmoid"
+        self._gate = normal(NUM_TOKENS, *decay_shape) * 0.5
         self._beta, self._out_gate = normal(NUM_TOKENS, HV), normal(NUM_TOKENS, HV, V)
         self._conv = normal(channels, taps + 1) * 0.3
         self._norm = torch.ones(V, dtype=dtype, device=device)
         self._A_log = torch.rand(HV, generator=draw).mul_(15).add_(1).log_().to(device)
-        self._dt_bias = torch.rand(HV, K, generator=draw).mul_(2.3).sub_(4.6).to(device)
+        self._dt_bias = torch.rand(decay_shape, generator=draw).mul_(2.3).sub_(4.6).to(device)
         self._slots = torch.tensor([1], dtype=torch.int32, device=device)
 
     def prefill(self, ops: Ops) -> Sequence[Tensor]:
@@ -99,7 +102,8 @@ class _Cases:
         outputs = [
             ops.delta_step(
                 self._qkv[t : t + 1], self._conv, taps, self._gate[t : t + 1], self._beta[t : t + 1], self._A_log,
-                self._dt_bias, self._out_gate[t : t + 1], self._norm, 1e-5, "sigmoid", state, self._slots,
+                self._dt_bias, self._out_gate[t : t + 1], self._norm, 1e-5, self._activation, state,
+                self._slots,
                 self._has_state(True),
             )
             for t in range(4)
