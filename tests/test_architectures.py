@@ -14,13 +14,15 @@ from tests.siblings import BASE, WRITERS, write_wrapped
 from tests.stepping import GREEDY, PLACE, LoadedModel, Stepper, cache_tensors, load_model, poison
 from tests.straight_line import Run, straight_line, token_by_token
 from tests.test_prefix_reuse import FreshStates, assert_close, check_snapshots, make_stepper, preempted_run
+from torch import Tensor
 
 from deltafold import Engine, SamplingParams, UnsupportedOptionError
 from deltafold.cache.memory import LayerCache
 from deltafold.checkpoint.weights import random_tensors
 from deltafold.layers.batch import ForwardBatch
 from deltafold.models import model_class
-from deltafold.ops import PAD_SLOT, select
+from deltafold.ops import PAD_SLOT, Ops, select
+from deltafold.parity.trace import trace
 from deltafold.scheduler.request import Request
 
 LENGTHS = (1, 64, 65, 200)
@@ -245,6 +247,31 @@ def test_a_session_goes_on_bit_for_bit_after_its_file(folder: Path, tmp_path: Pa
         restored = engine.restore(tmp_path / "past").complete(turns[1], params)
         assert restored.usage.num_cached_tokens == 105
     assert restored.logprobs == last.logprobs
+
+
+def test_a_layer_trace_finds_nothing_but_what_is_wrong(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ops write in place, in paged caches too, is compared and led along; a rotation that is off is named."""
+    with Engine.load(str(folder), max_num_seqs=1, **PLACE.options) as engine:
+        found = trace(engine, random_prompt(4, 66), 2)
+        assert found.findings == ()
+        assert found.num_tensors > 100
+        monkeypatch.setattr(engine._core.runner.model, "ops", _TurnedBack(engine._core.runner.model.ops))
+        wrong = trace(engine, random_prompt(4, 66), 2).finding
+    assert wrong is not None
+    assert (wrong.op, wrong.where) == ("rotary", "output")
+
+
+class _TurnedBack:
+    """Ops whose rotation is one position behind."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._ops, name)
+
+    def rotary(self, heads: Tensor, positions: Tensor, *rest: object) -> None:
+        self._ops.rotary(heads, positions - 1, *rest)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("max_model_len", [None, 128])

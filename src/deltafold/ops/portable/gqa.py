@@ -56,7 +56,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu_(1)
     scores[..., L - n :].masked_fill_(hidden, float("-inf"))
     attended: Tensor = torch.matmul(torch.softmax(scores, dim=-1).flatten(1, 2), values)
-    return attended.unflatten(1, q.shape[1:3])
+    return attended.view(*q.shape[:3], -1)
 
 
 def gqa_decode(
@@ -87,4 +87,5 @@ def _decode_group(q: Tensor, keys: Tensor, values: Tensor, seq_lens: Tensor, sca
     scores = torch.matmul(queries, keys.permute(0, 2, 3, 1)).mul_(scale)  # [N, HK, H / HK, L]
     is_beyond = torch.arange(keys.shape[1], device=q.device) >= seq_lens.unsqueeze(1)  # [N, L]
     scores.masked_fill_(is_beyond[:, None, None], float("-inf"))
-    return torch.matmul(torch.softmax(scores, dim=-1), values.transpose(1, 2)).flatten(1, 2)
+    attended: Tensor = torch.matmul(torch.softmax(scores, dim=-1), values.transpose(1, 2))
+    return attended.flatten(1, 2)
