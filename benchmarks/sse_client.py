@@ -1,4 +1,4 @@
-"""A minimal HTTP client for streamed completions: raw sockets, so that measuring a server costs next to nothing.
+"""Minimal HTTP clients for streamed completions: raw sockets, so that measuring a server costs next to nothing.
 
 `server_load.py` imports it; `server_throughput.py` runs it as a script, so that client and engine share no process.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import selectors
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -79,17 +81,34 @@ async def stream(target: Target, body: Mapping[str, Any], *, num_events: int | N
         writer.close()
 
 
-async def time_streams(target: Target, bodies: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds until all of `bodies`, sent at once, are answered to the end."""
+def time_streams(target: Target, bodies: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds until all of `bodies`, sent at once, are answered to the end; one thread, and a system call a piece.
 
-    async def consume(body: Mapping[str, Any]) -> None:
-        async for _ in stream(target, body):
-            pass
-
+    Raises:
+        StreamError: an answer is no 200, has an error event, or ends without [DONE].
+    """
+    address = urlsplit(target.url)
+    answers = []
     start = time.perf_counter()
-    await asyncio.gather(*[consume(body) for body in bodies])
-    return time.perf_counter() - start
+    with selectors.DefaultSelector() as selector:
+        for body in bodies:
+            connection = socket.create_connection((address.hostname, address.port))
+            connection.sendall(target.request("POST", "/v1/completions", json.dumps({**body, "stream": True}).encode()))
+            answers.append(bytearray())
+            selector.register(connection, selectors.EVENT_READ, (connection, answers[-1]))
+        while selector.get_map():
+            for key, _ in selector.select():
+                connection, answer = key.data
+                answer += (data := connection.recv(65536))
+                if not data:
+                    selector.unregister(connection)
+                    connection.close()
+    seconds = time.perf_counter() - start
+    for answer in answers:
+        if not answer.startswith(b"HTTP/1.1 200 ") or b"data: [DONE]\n\n" not in answer[-400:]:
+            raise StreamError(answer.decode())
+    return seconds
 
 
 if __name__ == "__main__":  # sse_client.py URL, with the bodies as a JSON list on stdin
-    print(asyncio.run(time_streams(Target(sys.argv[1]), json.load(sys.stdin))))
+    print(time_streams(Target(sys.argv[1]), json.load(sys.stdin)))
