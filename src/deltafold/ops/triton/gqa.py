@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltafold.ops.triton.attention import COMBINE_COLS, COMBINE_SPLITS, MIN_ROW_TILE, decode_combine_kernel
+from deltafold.ops.triton.attention import MIN_ROW_TILE, join_splits, split_range
 from deltafold.ops.triton.launch import (
     is_compact,
     load_tile,
@@ -257,8 +257,7 @@ def gqa_split_kernel(
     i_n = tl.program_id(2).to(tl.int64)
     wait_for_predecessor(PDL)
     length = tl.load(p_seq_lens + i_n)
-    size = tl.cdiv(tl.cdiv(length, BN), num_splits) * BN
-    start, end = i_split * size, tl.minimum((i_split + 1) * size, length)
+    start, end = split_range(length, i_split, num_splits, BN)
     if start < end:
         o_g = i_part * BH + tl.arange(0, BH)
         m_g = (o_g < group)[:, None]
@@ -310,8 +309,5 @@ def gqa_decode(
         BH=tile.BM, BN=BN, BK=tile_width(K), BV=tile_width(V), TMA=tma,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(q),
     )  # fmt: skip
-    decode_combine_kernel[(N, H, triton.cdiv(V, COMBINE_COLS))](
-        acc, lse, seq_lens, out, num_splits, H, V,
-        BN=BN, BLOCK_S=COMBINE_SPLITS, BLOCK_R=COMBINE_COLS, num_warps=4, **overlap(q),
-    )  # fmt: skip
+    join_splits(acc, lse, seq_lens, out, BN)
     return out
