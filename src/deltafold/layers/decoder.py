@@ -56,7 +56,7 @@ class DecoderLayer:
 class Decoder:
     """Token ids to hidden states to logits."""
 
-    layers: Sequence[DecoderLayer]
+    layers: list[DecoderLayer]
     embed_tokens: Tensor  # [vocab, D]
     norm: Tensor  # [D]
     lm_head: Tensor  # [vocab, D]
@@ -88,7 +88,7 @@ class Decoder:
     ) -> Decoder:
         embed_tokens = tensors["model.embed_tokens.weight"]
         return cls(
-            layers=tuple(layers),
+            layers=list(layers),
             embed_tokens=embed_tokens,
             norm=tensors["model.norm.weight"],
             lm_head=tensors.get("lm_head.weight", embed_tokens),

@@ -45,7 +45,7 @@ class DeepseekV2:
         device = tensors["model.norm.weight"].device
         rotary = Rotary.of(needed(config.rope, "rotary embedding"), device, is_interleaved=True)
         layers = [_layer(i, config, tensors, rotary) for i in range(config.num_hidden_layers)]
-        self._decoder = Decoder.of(config, tensors, residual_dtype, layers)
+        self.decoder = Decoder.of(config, tensors, residual_dtype, layers)
 
     @staticmethod
     def parameter_table(config: ModelConfig) -> ParameterTable:
@@ -65,10 +65,10 @@ class DeepseekV2:
         return (Mla.spec(needed(config.mla, "latent attention")),) * config.num_hidden_layers
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Tensor:
-        return self._decoder.forward(batch, caches, self.ops)
+        return self.decoder.forward(batch, caches, self.ops)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._decoder.logits(hidden, self.ops)
+        return self.decoder.logits(hidden, self.ops)
 
 
 def _layer(i: int, config: ModelConfig, tensors: Mapping[str, Tensor], rotary: Rotary) -> DecoderLayer:

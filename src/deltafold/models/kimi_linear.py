@@ -130,7 +130,7 @@ class KimiLinear:
         self.config = config
         self.ops = ops
         layers = [_layer(i, config, tensors) for i in range(config.num_hidden_layers)]
-        self._decoder = Decoder.of(config, tensors, residual_dtype, layers)
+        self.decoder = Decoder.of(config, tensors, residual_dtype, layers)
 
     @staticmethod
     def parameter_table(config: ModelConfig) -> ParameterTable:
@@ -162,10 +162,10 @@ class KimiLinear:
         )
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Tensor:
-        return self._decoder.forward(batch, caches, self.ops)
+        return self.decoder.forward(batch, caches, self.ops)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._decoder.logits(hidden, self.ops)
+        return self.decoder.logits(hidden, self.ops)
 
 
 def _layer(i: int, config: ModelConfig, tensors: Mapping[str, Tensor]) -> DecoderLayer:

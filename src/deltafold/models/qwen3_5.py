@@ -29,7 +29,7 @@ class Qwen35:
     ) -> None:
         self.config = config
         self.ops = ops
-        self._decoder = Decoder.of(config, tensors, residual_dtype, hybrid_layers(config, tensors))
+        self.decoder = Decoder.of(config, tensors, residual_dtype, hybrid_layers(config, tensors))
 
     @staticmethod
     def parameter_table(config: ModelConfig) -> ParameterTable:
@@ -40,10 +40,10 @@ class Qwen35:
         return hybrid_specs(config)
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Tensor:
-        return self._decoder.forward(batch, caches, self.ops)
+        return self.decoder.forward(batch, caches, self.ops)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._decoder.logits(hidden, self.ops)
+        return self.decoder.logits(hidden, self.ops)
 
 
 def _in_proj_sources(prefix: str, linear: LinearAttentionConfig, hidden_size: int) -> Sequence[Source]:
