@@ -6,6 +6,7 @@ so calls `wait_for_predecessor` before it touches memory that another kernel wri
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
@@ -23,9 +24,34 @@ class Overlap(TypedDict):
     launch_pdl: bool
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What launches depend on beside their arguments."""
+
+    num_multiprocessors: int
+    shared_memory: int  # bytes a program may use
+    has_overlap: bool  # whether launches overlap: compute capability 9.0 and up
+
+
+NO_DEVICE = DeviceFacts(num_multiprocessors=4, shared_memory=232448, has_overlap=False)
+"""Where there is no GPU (Triton's interpreter): room as on Hopper."""
+
+
+def device_facts(device: torch.device) -> DeviceFacts:
+    """Of a GPU, its own. `kernels/recording.py` puts those of a GPU that is not here in this function's place."""
+    if device.type != "cuda":
+        return NO_DEVICE
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceFacts(
+        num_multiprocessors=properties.multi_processor_count,
+        shared_memory=int(properties.shared_memory_per_block_optin),  # type: ignore[attr-defined]
+        has_overlap=properties.major >= 9,
+    )
+
+
 def has_overlap(tensor: Tensor) -> bool:
-    """Whether the tensor's device overlaps launches: compute capability 9.0 and up."""
-    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
+    """Whether the tensor's device overlaps launches."""
+    return device_facts(tensor.device).has_overlap
 
 
 def overlap(tensor: Tensor) -> Overlap:
@@ -36,9 +62,7 @@ def overlap(tensor: Tensor) -> Overlap:
 
 def shared_memory(tensor: Tensor) -> int:
     """Bytes of shared memory a program may use on the tensor's device; as on Hopper where there is no GPU."""
-    if not tensor.is_cuda:
-        return 232448
-    return int(torch.cuda.get_device_properties(tensor.device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    return device_facts(tensor.device).shared_memory
 
 
 @triton.jit
@@ -97,4 +121,4 @@ def is_compact(tensor: Tensor) -> bool:
 
 def num_multiprocessors(tensor: Tensor) -> int:
     """Multiprocessors of the tensor's device; 4 where there is no GPU (Triton's interpreter)."""
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 4
+    return device_facts(tensor.device).num_multiprocessors
