@@ -24,7 +24,7 @@ PARAMS = [
     SamplingParams(temperature=0, ignore_eos=True, max_tokens=70),
     SamplingParams(temperature=0.7, top_p=0.9, seed=5, ignore_eos=True, max_tokens=2),
     SamplingParams(temperature=0, ignore_eos=True, max_tokens=33, stop_token_ids=tuple(range(200))),
-    SamplingParams(temperature=0, max_tokens=25, repetition_penalty=1.3),
+    SamplingParams(temperature=0, max_tokens=25, frequency_penalty=2.0, logit_bias={7: 50.0, 9: 49.0}),
     SamplingParams(temperature=0, max_tokens=25, logprobs=2),
 ]
 

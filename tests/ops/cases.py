@@ -43,7 +43,7 @@ TOLERANCE = {
     (Backend.PORTABLE, F32): 2e-5,
     (Backend.PORTABLE, BF16): 4e-2,
     (Backend.TRITON, F32): 2e-3,
-    (Backend.TRITON, BF16): 4e-2,
+    (Backend.TRITON, BF16): 6e-2,  # 1.5 roundings of an element ten times the root mean square
 }
 
 

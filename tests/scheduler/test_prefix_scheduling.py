@@ -71,6 +71,7 @@ class Bench:
         )
         self.sessions: list[FakeSession] = []
         self.num_requests = 0
+        self.has_ends = False  # whether every third request has an end token, which nobody can foresee
 
     def request(
         self, prompt: Sequence[int], num_tokens: int = 4, *, salt: str = "", leader: Request | None = None
@@ -82,7 +83,7 @@ class Bench:
             prompt_token_ids=tuple(prompt),
             params=SamplingParams(temperature=0, max_tokens=num_tokens),
             seed=0,
-            end_token_ids=frozenset(),
+            end_token_ids=frozenset({3}) if self.has_ends and self.num_requests % 3 == 0 else frozenset(),
             max_total_tokens=min(len(prompt) + num_tokens, self.sizes.num_blocks * BLOCK),
             salt=salt,
             leader=leader,
@@ -202,6 +203,7 @@ class Chaos:
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
         self.bench = Bench(replace(draw_sizes(self.draw), runs_ahead=seed // 4 % 2 == 1))
+        self.bench.has_ends = True
         self.limit = self.bench.sizes.num_blocks * BLOCK
         self.bases = [prompt_of(self.draw.randrange(8), self.limit) for _ in range(3)]
         self.requests: list[Request] = []

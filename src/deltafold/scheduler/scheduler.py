@@ -142,11 +142,10 @@ class Scheduler:
 
     def may_run_ahead(self, output: SchedulerOutput) -> bool:
         """Whether the step after `output` can be scheduled before its results are known: it decodes, without needing
-        what was drawn, without anyone to preempt or admit, and with no state to be copied in between."""
+        what was drawn, without anyone to preempt, and with no state to be copied in between."""
         requests = [item.request for item in output.scheduled]
         return (
             all(item.is_decode and item.request.status is RequestStatus.RUNNING for item in output.scheduled)
-            and (not self._waiting or len(self._running) >= self._limits.max_num_seqs)
             and len(self._running) == len(requests) <= self._blocks.num_available
             and not any(request.keeps_state or request.params.needs_output_on_host for request in requests)
             and not (self._cache.is_enabled and any(self._fills_block(item) for item in output.scheduled))

@@ -150,10 +150,14 @@ def test_chunks_of_different_requests_never_share_a_slot():
 
 
 @pytest.mark.gpu
-def test_full_width_in_bfloat16_is_within_one_percent():
-    """H = 32, K = V = 128, as the model is: relative error of outputs and states against the float32 recurrence."""
+@pytest.mark.parametrize("is_strong", [False, True])
+def test_full_width_in_bfloat16_is_within_one_percent(is_strong):
+    """H = 32, K = V = 128, as the model is: relative error of outputs and states against the float32 recurrence; with
+    is_strong, chunks of which one split of the exponents serves some heads and not others."""
     requests = Requests([200, 1, 64, 131], [3, 0, 1, 4], [True, False, True, False], 5)
-    args = raw_delta_args(requests, 1, (32, 32, 128, 128), True, torch.bfloat16)
+    args = list(raw_delta_args(requests, 1, (32, 32, 128, 128), True, torch.bfloat16))
+    if is_strong:
+        args[5] = torch.linspace(0, 6, 32)  # A_log: rates of 1 to 400
     expected_args, on_device = [move(x, "cpu") for x in args], [move(x, "cuda") for x in args]
     expected = reference.delta_prefill(*(x.float() if i < 5 else x for i, x in enumerate(expected_args)))
     owned = list(requests.owned)

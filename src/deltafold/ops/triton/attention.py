@@ -28,7 +28,7 @@ MAX_HEAD_TILE, MIN_ROW_TILE = 32, 16
 
 DECODE = AttentionTile(BM=MAX_HEAD_TILE, BN=64, num_warps=4, num_stages=2)
 COMPACT_DECODE = AttentionTile(BM=16, BN=32, num_warps=4, num_stages=2)
-COMBINE_SPLITS, COMBINE_COLS = 32, 128
+FEW_SPLITS, MANY_SPLITS, COMBINE_TILE = 4, 32, 2048
 TOKEN_TILE = 16
 ABSORB_COLS, PROJECT_COLS, PROJECT_BK = 128, 32, 128
 
@@ -198,9 +198,12 @@ def mla_decode(
         BH=head_tile, BN=BN, BR=BR, BP=BP, TMA=tma,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(q),
     )  # fmt: skip
-    decode_combine_kernel[(N, H, triton.cdiv(rank, COMBINE_COLS))](
+    # Few splits: wide programs, since there are N * H of them; many splits: many programs for one head.
+    block_s = FEW_SPLITS if num_splits <= FEW_SPLITS else MANY_SPLITS
+    block_r = min(COMBINE_TILE // block_s, tile_width(rank))
+    decode_combine_kernel[(N, H, triton.cdiv(rank, block_r))](
         acc, lse, seq_lens, out, num_splits, H, rank,
-        BN=BN, BLOCK_S=COMBINE_SPLITS, BLOCK_R=COMBINE_COLS, num_warps=4, **overlap(q),
+        BN=BN, BLOCK_S=block_s, BLOCK_R=block_r, num_warps=4, **overlap(q),
     )  # fmt: skip
     return out
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from deltafold.ops.triton.launch import overlap, wait_for_predecessor
 from deltafold.ops.triton.ragged import REQUEST_TILE, dense_rows, find_request, first_chunk, num_chunk_slots
 
-TOKEN_TILE = 32
-CHANNEL_TILE = 128
+TOKEN_TILE = 16
+CHANNEL_TILE = 512
 
 
 @triton.jit(
@@ -58,23 +58,27 @@ def causal_conv_kernel(
     elif (i_start < end) | (i_start == start):
         p_taps = p_conv_state + slot * stride_state + o_d * (W - 1)
         has_state = tl.load(p_has_initial_state + i_n) != 0
-        b_y = tl.zeros([BT, BD], dtype=tl.float32)
+        # Every input is loaded once and all of them ahead: the tile's own and the W - 1 before it.
+        inputs = ()
+        for i_place in tl.static_range(W - 1 + BT):
+            i_t = i_start + i_place - (W - 1)
+            p_in = p_x + i_t.to(tl.int64) * stride_x + o_d
+            b_x = tl.load(p_in, mask=m_d & (i_t >= start) & (i_t < end), other=0.0)
+            if i_place < W - 1:
+                p_tap = p_taps + (i_t - start + W - 1)
+                b_tap = tl.load(p_tap, mask=m_d & (i_t < start) & has_state, other=0.0)
+                b_x = tl.where(i_t < start, b_tap, b_x)
+            inputs = inputs + (b_x,)  # type: ignore[assignment] # noqa: RUF005
+        weights = ()
         for i_w in tl.static_range(W):
-            o_in = o_t - (W - 1 - i_w)
-            m_in = (o_in >= start) & (o_in < end)
-            p_in = p_x + o_in.to(tl.int64)[:, None] * stride_x + o_d[None, :]
-            b_x = tl.load(p_in, mask=m_in[:, None] & m_d[None, :], other=0.0).to(tl.float32)
-            b_weight = tl.load(p_weight + o_d * W + i_w, mask=m_d, other=0.0).to(tl.float32)
-            b_y += b_x * b_weight[None, :]
-        if (i_start == start) & has_state:
-            # Input `i_w - (W - 1)`, before the request's first, is in the state and reaches tokens 0 to i_w.
-            for i_w in tl.static_range(W - 1):
-                b_tap = tl.load(p_taps + i_w, mask=m_d, other=0.0).to(tl.float32)
-                for i_t in tl.static_range(i_w + 1):
-                    b_weight = tl.load(p_weight + o_d * W + i_w - i_t, mask=m_d, other=0.0).to(tl.float32)
-                    b_y += tl.where((o_t == start + i_t)[:, None], (b_tap * b_weight)[None, :], 0.0)
-        b_y *= tl.sigmoid(b_y)
-        tl.store(p_out_tile, b_y.to(p_out.dtype.element_ty), mask=m_out)
+            weights = weights + (tl.load(p_weight + o_d * W + i_w, mask=m_d, other=0.0).to(tl.float32),)  # type: ignore[assignment] # noqa: RUF005
+        for i_place in tl.static_range(BT):
+            b_y = tl.zeros([BD], dtype=tl.float32)
+            for i_w in tl.static_range(W):
+                b_y += inputs[i_place + i_w].to(tl.float32) * weights[i_w]
+            b_y *= tl.sigmoid(b_y)
+            p_row = p_out + (i_start + i_place).to(tl.int64) * D + o_d
+            tl.store(p_row, b_y.to(p_out.dtype.element_ty), mask=m_d & (i_start + i_place < end))
         if i_start == start:
             tl.debug_barrier()
             for i_w in tl.static_range(W - 1):
@@ -105,9 +109,10 @@ def causal_conv(
     # Decode steps have about one token a request: rows beyond a request's end would be idle. A tile that is not the
     # first must not reach back to the state, which the first one overwrites.
     BT = TOKEN_TILE if T > 4 * N else max(4, triton.next_power_of_2(weight.shape[1] - 1))
-    grid = (triton.cdiv(D, CHANNEL_TILE), num_chunk_slots(T, N, BT))
+    BD = min(CHANNEL_TILE, triton.next_power_of_2(D))
+    grid = (triton.cdiv(D, BD), num_chunk_slots(T, N, BT))
     causal_conv_kernel[grid](
         x, weight, conv_state, out, query_start_loc, state_slots, has_initial_state, x.stride(0), conv_state.stride(0),
-        N, D=D, W=weight.shape[1], BT=BT, BD=CHANNEL_TILE, REQUEST_TILE=REQUEST_TILE, num_warps=4, **overlap(x),
+        N, D=D, W=weight.shape[1], BT=BT, BD=BD, REQUEST_TILE=REQUEST_TILE, num_warps=4, **overlap(x),
     )  # fmt: skip
     return out

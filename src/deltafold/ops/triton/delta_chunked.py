@@ -1,6 +1,6 @@
-"""The gated delta rule in chunks of 64 tokens: two kernels, whatever the number of requests.
+"""The gated delta rule in chunks of 64 tokens: three launches, whatever the number of requests.
 
-`intra_chunk_kernel` does what needs no state, for all chunks at once; `inter_chunk_kernel` carries the state from chunk
+`intra_chunk_kernel` does what needs no state, for all chunks at once, strong decays apart; `inter_chunk_kernel` carries the state from chunk
 to chunk, one program per request, head and tile of V, and writes the output. With `G_i = g_1 + ... + g_i` in a chunk:
 `A_ij = q_i . exp(G_i - G_j) k_j` (j <= i), `B_ij = beta_i k_i . exp(G_i - G_j) k_j` (j < i), `X = (I + B)^-1 beta`,
 `n = X v - (X e^G k) S`, `o = (e^G q) S + A n`, `S <- e^G_last S + (e^(G_last - G) k)^T n`. delta_recurrent.py steps.
@@ -43,6 +43,15 @@ TILES = PrefillTiles(
 )
 COMPACT_TILES = replace(TILES, intra_slice=32, inter_stages=1)
 """For devices with little shared memory, and for float32."""
+
+
+MIN_WIDTH, MIN_HALF_WIDTH = 16, 64
+"""Least width of a tile of float32 and of two-byte numbers. Products of two-byte tiles of 16 columns read beyond their
+shared memory on sm_90 (Triton 3.6)."""
+
+
+STRONG_GROUP = 8
+"""Chunks a program of the launch for strong decays looks at: nearly always there is nothing to do."""
 
 
 @triton.jit
@@ -150,75 +159,43 @@ def _invert_unit_lower(b_lower, o_t, BT: tl.constexpr, PRECISION: tl.constexpr):
     return b_inverse
 
 
-@triton.jit(
-    do_not_specialize=["num_requests"],
-    do_not_specialize_on_alignment=["p_beta", "p_query_start_loc", "p_state_slots"],
-)
-def intra_chunk_kernel(
-    p_q,  # [T, H, K]
-    p_k,  # [T, H, K]
-    p_v,  # [T, HV, V]
-    p_gate,  # [T, HV, K], or [T, HV] unless PER_CHANNEL
-    p_beta,  # [T, HV]
-    p_A_log,  # [HV], read if RAW_GATE
-    p_dt_bias,  # [HV, K] or [HV], read if RAW_GATE
-    p_query_start_loc,
-    p_state_slots,
-    p_qkw,  # [chunks, HV, 3, BT, BK]: q to the start, k to the end, w
-    p_u,  # [chunks, HV, BT, BV]
-    p_scores,  # [chunks, HV, BT, BT]
-    p_decay,  # [chunks, HV, BK]
-    stride_q,
-    stride_k,
-    stride_v,
-    stride_gate,
-    stride_beta,
-    num_requests,
-    scale,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BS: tl.constexpr,
-    REQUEST_TILE: tl.constexpr,
-    RAW_GATE: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """All of a chunk that needs no state; grid (HV, chunk slots). Rows past the request's end count as zeros.
-
-    RAW_GATE: `p_gate` and `p_beta` are before their nonlinearity, else the log decay and beta itself.
-    """
-    i_h = tl.program_id(0)
-    i_chunk = tl.program_id(1)
+@triton.jit
+def _intra_chunk(
+    p_q, p_k, p_v, p_gate, p_beta, p_A_log, p_dt_bias, p_query_start_loc, p_state_slots,
+    p_qkw, p_u, p_scores, p_decay, p_is_strong, stride_q, stride_k, stride_v, stride_gate, stride_beta, num_requests,
+    scale, i_h, i_chunk,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, BS: tl.constexpr, REQUEST_TILE: tl.constexpr, RAW_GATE: tl.constexpr, PER_CHANNEL: tl.constexpr,
+    WIDE_ROWS: tl.constexpr, STRONG: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head, see `intra_chunk_kernel`."""
     DT: tl.constexpr = p_qkw.dtype.element_ty
     PRECISION: tl.constexpr = "tf32x3" if p_qkw.dtype.element_ty == tl.float32 else "tf32"
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
-    wait_for_predecessor(PDL)
     i_n = find_request(p_query_start_loc, i_chunk, num_requests, BT, REQUEST_TILE)
     start = tl.load(p_query_start_loc + i_n)
     end = tl.load(p_query_start_loc + i_n + 1)
     i_start = start + (i_chunk - first_chunk(start, i_n, BT)) * BT
+    i_out = tl.cast(i_chunk, tl.int64) * HV + i_h
+    strongest = 0.0
     if (i_start < end) & (tl.load(p_state_slots + i_n) >= 0):
         m_t = i_start + o_t < end
-        o_row = (i_start + o_t).to(tl.int64)
+        row = i_start.to(tl.int64)
+        # Inside a chunk 32 bits hold every offset, and half the registers; WIDE_ROWS where rows lie too far apart.
+        o_row = o_t.to(tl.int64) if WIDE_ROWS else o_t
         i_hk = i_h // (HV // H)
-        p_q_rows = p_q + i_hk * K + o_row[:, None] * stride_q
-        p_k_rows = p_k + i_hk * K + o_row[:, None] * stride_k
+        p_q_rows = p_q + row * stride_q + i_hk * K + o_row[:, None] * stride_q
+        p_k_rows = p_k + row * stride_k + i_hk * K + o_row[:, None] * stride_k
         m_full = m_t[:, None] & (o_k < K)[None, :]
         b_q_scale = _row_scale(p_q_rows + o_k[None, :], m_full) * scale
         b_k_scale = _row_scale(p_k_rows + o_k[None, :], m_full)
         rate = 0.0
         if RAW_GATE:
             rate = -tl.exp(tl.load(p_A_log + i_h).to(tl.float32))
-        i_out = i_chunk.to(tl.int64) * HV + i_h
         p_tile = p_qkw + i_out * (3 * BT * BK)
         o_gate_head = i_h * K if PER_CHANNEL else i_h
-        p_gate_rows = p_gate + o_gate_head + o_row[:, None] * stride_gate
+        p_gate_rows = p_gate + row * stride_gate + o_gate_head + o_row[:, None] * stride_gate
         b_qk = tl.zeros([BT, BT], dtype=tl.float32)
         b_kk = tl.zeros([BT, BT], dtype=tl.float32)
         for i_k in range(0, BK, BS):
@@ -242,23 +219,10 @@ def intra_chunk_kernel(
             b_hi = b_head.to(tl.bfloat16)
             b_lo = (b_gate - b_head).to(tl.bfloat16)
             b_total = tl.sum(b_gate, axis=0)
+            strongest = tl.maximum(strongest, tl.max(-b_total, axis=0))
             tl.store(p_decay + i_out * BK + o_s, tl.exp2(b_total))
-            # G - G_last / 2: at most half of the chunk's decay either way.
-            b_exponent = _sum_range(tl.where(o_t[:, None] >= o_t[None, :], 0.5, -0.5), b_hi, b_lo)
             o_tile = o_t[:, None] * BK + o_s[None, :]
-            if tl.max(-b_total, axis=0) <= 2 * LIMIT:
-                b_half = tl.exp2(0.5 * b_total)[None, :]
-                b_factor = tl.exp2(b_exponent)
-                b_q *= b_factor * b_q_scale[:, None]
-                b_columns = b_k * (tl.exp2(-b_exponent) * b_k_scale[:, None])
-                b_k *= b_factor * b_k_scale[:, None]
-                tl.store(p_tile + o_tile, (b_q * b_half).to(DT))
-                tl.store(p_tile + (BT * BK + o_tile), (b_columns * b_half).to(DT))
-                tl.store(p_tile + (2 * BT * BK + o_tile), (b_k * b_half).to(DT))
-                b_columns = tl.trans(b_columns.to(DT))
-                b_qk = _product(b_q.to(DT), b_columns, b_qk)
-                b_kk = _product(b_k.to(DT), b_columns, b_kk)
-            else:
+            if STRONG:
                 # Sums of their own: as differences of large ones they would lose the small decays among them.
                 m_to_row = tl.where(o_t[:, None] >= o_t[None, :], 1.0, 0.0)
                 b_factor = tl.exp2(_sum_range(m_to_row, b_hi, b_lo))
@@ -270,25 +234,116 @@ def intra_chunk_kernel(
                 b_qk, b_kk = _halved_scores(
                     b_qk, b_kk, p_q_tile, p_k_tile, m_ts, b_q_scale, b_k_scale, b_hi, b_lo, o_t, BT
                 )
-        b_qk = tl.where(o_t[:, None] >= o_t[None, :], b_qk, 0.0)
-        b_kk = tl.where(o_t[:, None] > o_t[None, :], b_kk, 0.0)
-        tl.store(p_scores + i_out * (BT * BT) + (o_t[:, None] * BT + o_t[None, :]), b_qk.to(DT))
-        b_beta = tl.load(p_beta + i_h + o_row * stride_beta, mask=m_t, other=0.0).to(tl.float32)
-        if RAW_GATE:
-            b_beta = tl.where(m_t, tl.sigmoid(b_beta), 0.0)
-        b_x = (_invert_unit_lower(b_kk * b_beta[:, None], o_t, BT, PRECISION) * b_beta[None, :]).to(DT)
-        o_v = tl.arange(0, BV)
-        m_tv = m_t[:, None] & (o_v < V)[None, :]
-        p_v_tile = p_v + i_h * V + o_row[:, None] * stride_v + o_v[None, :]
-        b_v = tl.load(p_v_tile, mask=m_tv, other=0.0).to(DT)
-        b_u = _product(b_x, b_v, tl.zeros([BT, BV], dtype=tl.float32))
-        tl.store(p_u + i_out * (BT * BV) + (o_t[:, None] * BV + o_v[None, :]), b_u.to(DT))
-        # The third tile holds e^G k so far, written by other threads of this program: w = X e^G k takes its place.
-        tl.debug_barrier()
-        p_w = p_tile + 2 * BT * BK + (o_t[:, None] * BK + o_k[None, :])
-        b_w = _product(b_x, tl.load(p_w), tl.zeros([BT, BK], dtype=tl.float32)).to(DT)
-        tl.debug_barrier()
-        tl.store(p_w, b_w)
+            else:
+                # G - G_last / 2: at most half of the chunk's decay either way.
+                b_exponent = _sum_range(tl.where(o_t[:, None] >= o_t[None, :], 0.5, -0.5), b_hi, b_lo)
+                b_half = tl.exp2(0.5 * b_total)[None, :]
+                b_factor = tl.exp2(b_exponent)
+                b_q *= b_factor * b_q_scale[:, None]
+                b_columns = b_k * (tl.exp2(-b_exponent) * b_k_scale[:, None])
+                b_k *= b_factor * b_k_scale[:, None]
+                tl.store(p_tile + o_tile, (b_q * b_half).to(DT))
+                tl.store(p_tile + (BT * BK + o_tile), (b_columns * b_half).to(DT))
+                tl.store(p_tile + (2 * BT * BK + o_tile), (b_k * b_half).to(DT))
+                b_columns = tl.trans(b_columns.to(DT))
+                b_qk = _product(b_q.to(DT), b_columns, b_qk)
+                b_kk = _product(b_k.to(DT), b_columns, b_kk)
+        if STRONG | (strongest <= 2 * LIMIT):
+            b_qk = tl.where(o_t[:, None] >= o_t[None, :], b_qk, 0.0)
+            b_kk = tl.where(o_t[:, None] > o_t[None, :], b_kk, 0.0)
+            tl.store(p_scores + i_out * (BT * BT) + (o_t[:, None] * BT + o_t[None, :]), b_qk.to(DT))
+            p_beta_rows = p_beta + row * stride_beta + i_h + o_row * stride_beta
+            b_beta = tl.load(p_beta_rows, mask=m_t, other=0.0).to(tl.float32)
+            if RAW_GATE:
+                b_beta = tl.where(m_t, tl.sigmoid(b_beta), 0.0)
+            b_x = (_invert_unit_lower(b_kk * b_beta[:, None], o_t, BT, PRECISION) * b_beta[None, :]).to(DT)
+            o_v = tl.arange(0, BV)
+            m_tv = m_t[:, None] & (o_v < V)[None, :]
+            p_v_tile = p_v + row * stride_v + i_h * V + o_row[:, None] * stride_v + o_v[None, :]
+            b_v = tl.load(p_v_tile, mask=m_tv, other=0.0).to(DT)
+            b_u = _product(b_x, b_v, tl.zeros([BT, BV], dtype=tl.float32))
+            tl.store(p_u + i_out * (BT * BV) + (o_t[:, None] * BV + o_v[None, :]), b_u.to(DT))
+            # The third tile holds e^G k so far, written by other threads of this program: w = X e^G k takes its place.
+            tl.debug_barrier()
+            p_w = p_tile + 2 * BT * BK + (o_t[:, None] * BK + o_k[None, :])
+            b_w = _product(b_x, tl.load(p_w), tl.zeros([BT, BK], dtype=tl.float32)).to(DT)
+            tl.debug_barrier()
+            tl.store(p_w, b_w)
+    if not STRONG:
+        tl.store(p_is_strong + i_out, (strongest > 2 * LIMIT).to(tl.int32))
+
+
+@triton.jit(
+    do_not_specialize=["num_requests", "num_chunks"],
+    do_not_specialize_on_alignment=["p_beta", "p_query_start_loc", "p_state_slots"],
+)
+def intra_chunk_kernel(
+    p_q,  # [T, H, K]
+    p_k,  # [T, H, K]
+    p_v,  # [T, HV, V]
+    p_gate,  # [T, HV, K], or [T, HV] unless PER_CHANNEL
+    p_beta,  # [T, HV]
+    p_A_log,  # [HV], read if RAW_GATE
+    p_dt_bias,  # [HV, K] or [HV], read if RAW_GATE
+    p_query_start_loc,
+    p_state_slots,
+    p_qkw,  # [chunks, HV, 3, BT, BK]: q to the start, k to the end, w
+    p_u,  # [chunks, HV, BT, BV]
+    p_scores,  # [chunks, HV, BT, BT]
+    p_decay,  # [chunks, HV, BK]
+    p_is_strong,  # [chunks, HV] int32
+    stride_q,
+    stride_k,
+    stride_v,
+    stride_gate,
+    stride_beta,
+    num_requests,
+    num_chunks,
+    scale,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BS: tl.constexpr,
+    REQUEST_TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    RAW_GATE: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    WIDE_ROWS: tl.constexpr,
+    STRONG: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """All of a chunk that needs no state; grid (HV, groups of chunk slots). Rows past the request's end count as zeros.
+
+    RAW_GATE: `p_gate` and `p_beta` are before their nonlinearity, else the log decay and beta itself. The first launch
+    finds the chunks whose decay is too strong for one split of the exponents and leaves them to the second, with STRONG:
+    what they take would cost the others their registers.
+    """
+    i_h = tl.program_id(0)
+    i_first = tl.program_id(1) * GROUP
+    wait_for_predecessor(PDL)
+    if STRONG:
+        o_chunk = i_first + tl.arange(0, GROUP)
+        p_flags = p_is_strong + o_chunk.to(tl.int64) * HV + i_h
+        if tl.max(tl.load(p_flags, mask=o_chunk < num_chunks, other=0), axis=0) > 0:
+            for i_chunk in range(i_first, tl.minimum(i_first + GROUP, num_chunks)):
+                if tl.load(p_is_strong + tl.cast(i_chunk, tl.int64) * HV + i_h) > 0:
+                    _intra_chunk(
+                        p_q, p_k, p_v, p_gate, p_beta, p_A_log, p_dt_bias, p_query_start_loc, p_state_slots,
+                        p_qkw, p_u, p_scores, p_decay, p_is_strong, stride_q, stride_k, stride_v, stride_gate,
+                        stride_beta, num_requests, scale, i_h, i_chunk,
+                        H, HV, K, V, BT, BK, BV, BS, REQUEST_TILE, RAW_GATE, PER_CHANNEL, WIDE_ROWS, STRONG,
+                    )  # fmt: skip
+    else:
+        _intra_chunk(
+            p_q, p_k, p_v, p_gate, p_beta, p_A_log, p_dt_bias, p_query_start_loc, p_state_slots,
+            p_qkw, p_u, p_scores, p_decay, p_is_strong, stride_q, stride_k, stride_v, stride_gate,
+            stride_beta, num_requests, scale, i_h, i_first,
+            H, HV, K, V, BT, BK, BV, BS, REQUEST_TILE, RAW_GATE, PER_CHANNEL, WIDE_ROWS, STRONG,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["p_query_start_loc", "p_state_slots", "p_has_initial_state"])
@@ -421,19 +476,25 @@ def _run(
     q, k, v, gate, beta = (dense_rows(x) for x in (q, k, v, gate, beta))
     A_log, dt_bias = (beta, beta) if gate_params is None else gate_params
     BT = CHUNK_SIZE
-    BK = max(16, triton.next_power_of_2(K))
-    VP = max(16, triton.next_power_of_2(V))
+    min_width = MIN_WIDTH if q.element_size() > 2 else MIN_HALF_WIDTH
+    BK = max(min_width, triton.next_power_of_2(K))
+    VP = max(min_width, triton.next_power_of_2(V))
     num_chunks = num_chunk_slots(T, N, BT)
     sizes = [num_chunks * HV * size for size in (3 * BT * BK, BT * VP, BT * BT)]
     qkw, u, scores = torch.empty(sum(sizes), dtype=q.dtype, device=q.device).split(sizes)
+    strides = (q.stride(0), k.stride(0), v.stride(0), gate.stride(0), beta.stride(0))
     decay = torch.empty(num_chunks * HV * BK, dtype=torch.float32, device=q.device)
-    intra_chunk_kernel[(HV, num_chunks)](
-        q, k, v, gate, beta, A_log, dt_bias, query_start_loc, state_slots, qkw, u, scores, decay,
-        q.stride(0), k.stride(0), v.stride(0), gate.stride(0), beta.stride(0), N, K**-0.5,
-        H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=VP, BS=min(tiles.intra_slice, BK), REQUEST_TILE=REQUEST_TILE,
-        RAW_GATE=gate_params is not None, PER_CHANNEL=gate.dim() == 3, num_warps=tiles.intra_warps,
-        maxnreg=tiles.intra_registers, num_stages=tiles.intra_stages, **overlap(q),
-    )  # fmt: skip
+    is_strong = torch.empty(num_chunks * HV, dtype=torch.int32, device=q.device)
+    for strong, group in ((False, 1), (True, STRONG_GROUP)):
+        intra_chunk_kernel[(HV, triton.cdiv(num_chunks, group))](
+            q, k, v, gate, beta, A_log, dt_bias, query_start_loc, state_slots, qkw, u, scores, decay, is_strong,
+            *strides, N, num_chunks, K**-0.5,
+            H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=VP, BS=min(tiles.intra_slice, BK), REQUEST_TILE=REQUEST_TILE,
+            GROUP=group, RAW_GATE=gate_params is not None, PER_CHANNEL=gate.dim() == 3,
+            WIDE_ROWS=BT * max(strides) >= 2**31, STRONG=strong,
+            num_warps=tiles.intra_warps, maxnreg=None if strong else tiles.intra_registers,
+            num_stages=1 if strong else tiles.intra_stages, **overlap(q),
+        )  # fmt: skip
     BV = min(tiles.block_v, VP)
     inter_chunk_kernel[(triton.cdiv(V, BV), HV, N)](
         qkw, u, scores, decay, out, recurrent_state, query_start_loc, state_slots, has_initial_state,

@@ -78,6 +78,8 @@ COMPACT_PLANS: tuple[GroupedPlan, ...] = (
 
 SORT_TILE = 1024
 SUM_TILE = 1024
+PLACE_TILE = 64
+"""Pairs compared with each other in `place_pairs_kernel`."""
 
 MIN_HALVED_TILE = 128
 """From this many rows on, the last tile of an expert is worth a shorter path when it is at most half full."""
@@ -153,11 +155,18 @@ def group_pairs_kernel(
 @triton.jit(do_not_specialize=["num_pairs"])
 def place_pairs_kernel(p_ids, p_next_rows, p_pairs, num_pairs, BLOCK_P: tl.constexpr, PDL: tl.constexpr):
     """Writes every pair to a row of its expert's tiles, in any order: a row's result does not depend on its place.
-    `next_rows [E]` int32 counts up; grid (tiles of pairs,)."""
+    `next_rows [E]` int32 counts up, once an expert and program, because a shared expert has a pair of every token and
+    additions to one address wait for each other. Grid (tiles of pairs,)."""
     wait_for_predecessor(PDL)
-    o_p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    o_i = tl.arange(0, BLOCK_P)
+    o_p = tl.program_id(0) * BLOCK_P + o_i
     b_ids = tl.load(p_ids + o_p, mask=o_p < num_pairs, other=-1)
-    b_rows = tl.atomic_add(p_next_rows + b_ids, 1, mask=b_ids >= 0)
+    m_same = b_ids[:, None] == b_ids[None, :]
+    m_before = m_same & (o_i[:, None] < o_i[None, :])
+    # The first pair of an expert in this tile takes rows for all of them, which follow in order.
+    is_first = (tl.sum((m_same & (o_i[None, :] < o_i[:, None])).to(tl.int32), axis=1) == 0) & (b_ids >= 0)
+    b_taken = tl.atomic_add(p_next_rows + b_ids, tl.sum(m_same.to(tl.int32), axis=1), mask=is_first)
+    b_rows = tl.sum(tl.where(m_same & is_first[:, None], b_taken[:, None], 0) + m_before.to(tl.int32), axis=0)
     tl.store(p_pairs + b_rows, o_p, mask=b_ids >= 0)
 
 
@@ -228,19 +237,16 @@ def experts_up_kernel(
 
 @triton.jit
 def _down_tile(
-    p_hidden, w2, p_weights, p_pairs, p_out, i_e, i_m, i_n, D, width,
+    hidden, w2, p_weights, p_pairs, p_out, i_e, i_m, i_n, num_rows, D, width,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Rows `i_m : i_m + BM` of `experts_down_kernel`."""
-    o_m = i_m + tl.arange(0, BM)
     o_n = i_n + tl.arange(0, BN)
-    o_k = tl.arange(0, BK)
-    b_pairs = tl.load(p_pairs + o_m)
+    b_pairs = tl.load(p_pairs + i_m + tl.arange(0, BM))
     b_weights = tl.load(p_weights + b_pairs, mask=b_pairs >= 0, other=0.0)
-    p_rows = p_hidden + o_m[:, None] * width + o_k[None, :]
     b_out = tl.zeros([BM, BN], dtype=tl.float32)
     for i_k in range(0, width, BK):
-        b_hidden = tl.load(p_rows + i_k, mask=(i_k + o_k < width)[None, :], other=0.0)
+        b_hidden = load_tile(hidden, i_m, i_k, num_rows, width, width, BM, BK, TMA)
         b_w2 = load_tile(w2, i_e * D + i_n, i_k, (i_e + 1) * D, width, width, BN, BK, TMA)
         b_out = product(b_hidden, b_w2.T, b_out)
     b_out = (b_out * b_weights[:, None]).to(p_out.dtype.element_ty)
@@ -250,12 +256,14 @@ def _down_tile(
 
 @triton.jit
 def experts_down_kernel(
-    p_hidden,  # [max_tiles * BM, width]
+    hidden,  # [max_tiles * BM, width], pointer or descriptor of [BM, BK] tiles
+    half_hidden,  # the same of [BM / 2, BK] tiles
     w2,  # [E * D, width], pointer or descriptor
     p_weights,  # [P] float32
     p_pairs,
     p_tile_expert,
     p_out,  # [P, D], out: weighted rows, by pair
+    num_rows,
     D,
     width,
     BM: tl.constexpr,
@@ -272,14 +280,16 @@ def experts_down_kernel(
     wait_for_predecessor(PDL)
     i_e = tl.load(p_tile_expert + i_tile)
     if i_e >= 0:
-        i_m = i_tile.to(tl.int64) * BM
+        i_m = i_tile * BM
         if HALVES:
             if tl.load(p_pairs + i_m + BM // 2) < 0:
-                _down_tile(p_hidden, w2, p_weights, p_pairs, p_out, i_e, i_m, i_n, D, width, BM // 2, BN, BK, TMA)
+                _down_tile(
+                    half_hidden, w2, p_weights, p_pairs, p_out, i_e, i_m, i_n, num_rows, D, width, BM // 2, BN, BK, TMA
+                )  # fmt: skip
             else:
-                _down_tile(p_hidden, w2, p_weights, p_pairs, p_out, i_e, i_m, i_n, D, width, BM, BN, BK, TMA)
+                _down_tile(hidden, w2, p_weights, p_pairs, p_out, i_e, i_m, i_n, num_rows, D, width, BM, BN, BK, TMA)
         else:
-            _down_tile(p_hidden, w2, p_weights, p_pairs, p_out, i_e, i_m, i_n, D, width, BM, BN, BK, TMA)
+            _down_tile(hidden, w2, p_weights, p_pairs, p_out, i_e, i_m, i_n, num_rows, D, width, BM, BN, BK, TMA)
 
 
 @triton.jit
@@ -463,9 +473,14 @@ def grouped_down(hidden: Tensor, w2: Tensor, weights: Tensor, groups: Groups, dt
     (_, D, width), max_tiles = w2.shape, groups.tile_expert.shape[0]
     rows = torch.empty(weights.numel(), D, dtype=dtype, device=hidden.device)
     source, tma = tile_source(w2.view(-1, width), tile.BN, tile.BK)
+    is_halved = tile.BM >= MIN_HALVED_TILE
+    tiles, half_tiles = hidden, hidden
+    if tma:
+        tiles, _ = tile_source(hidden, tile.BM, tile.BK)
+        half_tiles = tile_source(hidden, tile.BM // 2, tile.BK)[0] if is_halved else tiles
     experts_down_kernel[(max_tiles * triton.cdiv(D, tile.BN),)](
-        hidden, source, weights, groups.pairs, groups.tile_expert, rows, D, width,
-        BM=tile.BM, BN=tile.BN, BK=tile.BK, HALVES=tile.BM >= MIN_HALVED_TILE, TMA=tma,
+        tiles, half_tiles, source, weights, groups.pairs, groups.tile_expert, rows, hidden.shape[0], D, width,
+        BM=tile.BM, BN=tile.BN, BK=tile.BK, HALVES=is_halved, TMA=tma,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(hidden),
     )  # fmt: skip
     return rows
@@ -501,7 +516,7 @@ def group_pairs(ids: Tensor, num_experts: int, BM: int, is_small: bool) -> Group
         BM=BM, BLOCK_P=SORT_TILE, BLOCK_E=block_e, COUNTED=not is_small, num_warps=8 if is_small else 4, **overlap(ids),
     )  # fmt: skip
     if not is_small:
-        place_pairs_kernel[(triton.cdiv(P, SORT_TILE),)](
-            ids, first_rows, pairs, P, BLOCK_P=SORT_TILE, num_warps=4, **overlap(ids)
+        place_pairs_kernel[(triton.cdiv(P, PLACE_TILE),)](
+            ids, first_rows, pairs, P, BLOCK_P=PLACE_TILE, num_warps=4, **overlap(ids)
         )
     return Groups(pairs, tile_expert)
