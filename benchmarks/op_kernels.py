@@ -94,7 +94,7 @@ def attention_rows() -> list[Row]:
     for N, length in ((1, 1024), (1, 131072), (8, 1024), (64, 1024), (128, 1024)):
         q, context = randn(N, HEADS, NOPE + EXTRA), paged_context(N, length)
         num_bytes = N * length * (RANK + EXTRA) * 2 + kv_b.numel() * 2
-        calls = [lambda q=q, context=context: ops.mla_step(q, kv_b, *context, SCALE)] * 4
+        calls = [lambda q=q, context=context: ops.mla_step(q, kv_b, *context, SCALE)] * 12
         rows.append(Row(f"latent step N={N} context {length}", calls, num_bytes))
     for T, length in ((1024, 1024), (8192, 8192), (8192, 131072)):
         q, context = randn(T, HEADS, NOPE + EXTRA), paged_context(1, length)
@@ -115,8 +115,8 @@ def small_rows() -> list[Row]:
         bias = torch.zeros(EXPERTS, device="cuda")
         norm = partial(ops.add_rms_norm, x, residual, weight, 1e-5, torch.bfloat16)
         route = partial(ops.route, logits, bias, TOP_K, "sigmoid", 1, 1, True, 2.446)
-        rows.append(Row(f"add + norm T={T}", [norm] * 4, T * HIDDEN * (2 + 4 + 4 + 2)))
-        rows.append(Row(f"route T={T}", [route] * 4, T * EXPERTS * 4))
+        rows.append(Row(f"add + norm T={T}", [norm] * 24, T * HIDDEN * (2 + 4 + 4 + 2)))
+        rows.append(Row(f"route T={T}", [route] * 24, T * EXPERTS * 4))
     return rows
 
 

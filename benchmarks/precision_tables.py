@@ -57,7 +57,7 @@ def table(rows: Sequence[Row]) -> str:
         cells += _judged_cells(judged(row))
         cells.append(f"{row['bits_per_byte']:.5f}" if "bits_per_byte" in row else "-")
         speeds = [row.get(f"{phase}_tokens_per_second") for phase in ("prefill", "decode")]
-        cells.append("-" if None in speeds else ", ".join(f"{speed:,.0f}" for speed in speeds))
+        cells.append(", ".join("-" if speed is None else f"{speed:,.0f}" for speed in speeds))
         lines.append(_line(cells))
     return "\n".join(lines)
 

@@ -82,7 +82,7 @@ def test_a_waiting_reader_is_woken_and_a_second_one_refused() -> None:
         first = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError, match="one reader"):
-            await anext(stream)
+            await asyncio.wait_for(anext(stream), 20)  # seconds, which only a defect uses up
         loop.inbox.put(increment(request, "a"))
         return (await first).text
 

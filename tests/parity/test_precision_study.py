@@ -24,6 +24,7 @@ from deltafold.checkpoint.weights import Init, Source, TensorSpec
 from deltafold.models import model_class
 from deltafold.ops import PAD_SLOT, Backend, select
 from deltafold.parity.record import EngineSource
+from deltafold.parity.trace import _straight_batch
 
 PROMPT = list(range(200, 270))
 """More than one chunk."""
@@ -102,6 +103,17 @@ def test_changed_models_compute_what_the_unchanged_one_does_in_float32() -> None
     assert [step.token_id for step in steps[0]] == [step.token_id for step in steps[1]]
     drift = [abs(a.logprob - b.logprob) for a, b in zip(*steps, strict=True)]
     assert 0 < max(drift) < 1e-4  # another order of sums, and no more
+
+
+def test_expanded_decode_hands_decodes_on_as_prefills() -> None:
+    batch = _straight_batch(list(range(130)), 129)  # one decode, in its third block
+    taken: list[Any] = []
+    mixer: Any = SimpleNamespace(forward=lambda x, batch, cache, ops: taken.append(batch) or x)
+    uses = Uses()
+    ExpandedMla(mixer, uses).forward(torch.zeros(1, 4), batch, None, None)  # type: ignore[arg-type]
+    assert (batch.num_decodes, taken[0].num_decodes, uses.decodes) == (1, 0, 1)
+    assert taken[0].prefill_start_loc.tolist() == [0, 1]
+    assert taken[0].num_prefill_blocks == 3
 
 
 def test_changed_keeps_the_class_it_changes() -> None:

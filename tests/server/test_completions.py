@@ -121,6 +121,12 @@ def test_a_stream_adds_up_to_the_whole_text():
     assert all(chunk["object"] == "text_completion" and "usage" not in chunk for chunk in chunks)
 
 
+def test_a_stream_carries_what_json_and_events_must_escape():
+    reply = 'say "x"\n\n\\data: \t\u2028\x00 end'
+    *chunks, _ = stream(FakeEngine(reply=reply), prompt="hi", max_tokens=100)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == reply
+
+
 def test_usage_comes_last_if_asked_for():
     *chunks, last, done = stream(prompt="hi", max_tokens=3, stream_options={"include_usage": True})
     assert done == "[DONE]"

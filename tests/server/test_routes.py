@@ -9,6 +9,7 @@ from tests.server.fake_engine import NUM_BLOCKS, FakeEngine
 
 from deltafold import API_VERSION, __version__
 from deltafold.server.app import create_app
+from deltafold.server.metrics import ServerMetrics
 
 APP = create_app(FakeEngine())
 
@@ -86,6 +87,19 @@ def test_metrics_count_what_happened():
     assert found["deltafold_engine_up",] == 1
     for name in ("requests_running", "requests_waiting", "preemptions_total", "prefix_cached_tokens_total"):
         assert found[f"deltafold_{name}",] == 0
+
+
+def test_a_histogram_counts_up_to_and_with_its_bounds():
+    metrics = ServerMetrics(FakeEngine())
+    for seconds in (0.001, 0.005, 0.0051, 70.0):
+        metrics.time_to_first_token.observe(seconds)
+    families = text_string_to_metric_families(metrics.render().decode())
+    family = next(family for family in families if family.name == "deltafold_time_to_first_token_seconds")
+    counts = {sample.labels["le"]: sample.value for sample in family.samples if "le" in sample.labels}
+    assert (counts["0.005"], counts["0.01"], counts["60.0"], counts["+Inf"]) == (2, 3, 3, 4)
+    assert {sample.name.rpartition("_")[2]: sample.value for sample in family.samples if not sample.labels} == {
+        "count": 4, "sum": pytest.approx(70.0111),
+    }  # fmt: skip
 
 
 def test_two_servers_do_not_share_metrics():

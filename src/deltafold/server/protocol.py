@@ -57,7 +57,7 @@ def _is_same(value: Any, inert: Any) -> bool:
 
 def impossible(name: str, message: str) -> PydanticCustomError:
     """Fields that do not go together; `name` is the one to blame."""
-    return PydanticCustomError("impossible_combination", message, {"name": name})  # type: ignore[arg-type]
+    return PydanticCustomError("impossible_combination", message, {"name": name})
 
 
 class WireModel(BaseModel):

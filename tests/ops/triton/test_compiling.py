@@ -1,4 +1,4 @@
-"""Every kernel compiles for GPUs that are not here, and fits their shared memory."""
+"""Every kernel compiles for GPUs that are not here, fits their shared memory, and in few variants."""
 
 from __future__ import annotations
 
@@ -10,13 +10,27 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(("capability", "shared_memory"), [(90, 232448), (121, 101376)], ids=["sm_90", "sm_121"])
-def test_kernels_compile_and_fit(capability, shared_memory, tmp_path):
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.ops.triton.compiling", str(capability), str(shared_memory)]
+def rows_of(module: str, *arguments: str, cache: str) -> list[dict[str, object]]:
+    """The JSON lines that a program of this folder prints; kernels as for a GPU."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
+    command = [sys.executable, "-m", f"tests.ops.triton.{module}", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(("capability", "shared_memory"), [(90, 232448), (121, 101376)], ids=["sm_90", "sm_121"])
+def test_kernels_compile_and_fit(capability, shared_memory, tmp_path):
+    rows = rows_of("compiling", str(capability), str(shared_memory), cache=str(tmp_path))
     assert len({row["kernel"] for row in rows}) >= 27
     too_large = [row for row in rows if row["shared"] > shared_memory]
     assert not too_large, too_large
+
+
+def test_no_kernel_is_compiled_for_what_a_count_happens_to_be(tmp_path):
+    """What compiles does not depend on tokens, requests or blocks beyond the pinned tiles, so nothing compiles late."""
+    rows = rows_of("variants", cache=str(tmp_path))
+    assert len(rows) >= 25
+    assert not [row for row in rows if row["unstable"]]
+    variants = {row["kernel"]: row["variants"] for row in rows if row["variants"] > 2}
+    assert variants == {"group_pairs_kernel": 4, "experts_up_kernel": 4, "experts_down_kernel": 4}

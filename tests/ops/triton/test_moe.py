@@ -69,8 +69,11 @@ def halved(plan):
 @pytest.mark.parametrize("plan", moe.PLANS + moe.COMPACT_PLANS, ids=lambda plan: f"{plan.up.BM}x{plan.up.BN}")
 @pytest.mark.parametrize(("D", "width"), [(40, 24), (33, 21)], ids=["descriptors", "pointers"])
 def test_every_plan_agrees_with_the_reference(D, width, plan, device, poisoned_memory):
-    """Rows of 33 or 21 floats are not aligned for the copy engine, so their weights are read through pointers."""
-    arguments = problem(20, 3, 2, D, width, device)
+    """Rows of 33 or 21 floats are not aligned for the copy engine, so their weights are read through pointers. Of tiles
+    of 128 rows some are more than half full and some less."""
+    arguments = problem(100, 3, 2, D, width, device)
+    ids = arguments[4]
+    assert ids.eq(1).sum() > 64 > ids.eq(0).sum()
     expected = reference.grouped_experts(*(x.cpu() for x in arguments))
     plan = plan if device == "cpu" else halved(plan)
     assert relative_error(run_plan(*arguments, plan), expected) < 1e-5

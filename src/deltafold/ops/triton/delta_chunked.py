@@ -1,7 +1,7 @@
 """The gated delta rule in chunks of 64 tokens: three launches, whatever the number of requests.
 
-`intra_chunk_kernel` does what needs no state, for all chunks at once, strong decays apart; `inter_chunk_kernel` carries the state from chunk
-to chunk, one program per request, head and tile of V, and writes the output. With `G_i = g_1 + ... + g_i` in a chunk:
+`intra_chunk_kernel` does what needs no state, for all chunks at once (strong decays in a second launch), and
+`inter_chunk_kernel` carries the state from chunk to chunk and writes the output. With `G_i = g_1 + ... + g_i`:
 `A_ij = q_i . exp(G_i - G_j) k_j` (j <= i), `B_ij = beta_i k_i . exp(G_i - G_j) k_j` (j < i), `X = (I + B)^-1 beta`,
 `n = X v - (X e^G k) S`, `o = (e^G q) S + A n`, `S <- e^G_last S + (e^(G_last - G) k)^T n`. delta_recurrent.py steps.
 """
@@ -319,7 +319,7 @@ def intra_chunk_kernel(
     """All of a chunk that needs no state; grid (HV, groups of chunk slots). Rows past the request's end count as zeros.
 
     RAW_GATE: `p_gate` and `p_beta` are before their nonlinearity, else the log decay and beta itself. The first launch
-    finds the chunks whose decay is too strong for one split of the exponents and leaves them to the second, with STRONG:
+    finds the chunks whose decay is too strong for one split of the exponents and leaves them to the second (STRONG):
     what they take would cost the others their registers.
     """
     i_h = tl.program_id(0)
