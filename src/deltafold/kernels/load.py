@@ -17,7 +17,7 @@ from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 from triton.runtime import driver
 
 from deltafold.checkpoint.config import ModelConfig
-from deltafold.errors import KernelPackError
+from deltafold.errors import DeviceError, KernelPackError
 from deltafold.kernels.build import shape_facts
 from deltafold.kernels.differences import kernel_differences, shape_differences
 from deltafold.kernels.launcher import LibCuda, PackedKernel
@@ -85,7 +85,12 @@ def use_pack(path: Path, config: ModelConfig, dtypes: tuple[torch.dtype, torch.d
     section = _matching_section(pack, shape_facts(config, *dtypes), device)
     torch.cuda.synchronize(device)  # makes the device's context the thread's
     cuda = LibCuda()
-    loaded = [(one, PackedKernel(one, pack.cubins[one.cubin], cuda, section.shared_memory)) for one in section.launches]
+    try:
+        loaded = [
+            (one, PackedKernel(one, pack.cubins[one.cubin], cuda, section.shared_memory)) for one in section.launches
+        ]
+    except DeviceError as error:
+        raise KernelPackError(f"{path}: the driver refuses its kernels: {error}") from error
     if not isinstance(driver._active, CudaDriver):
         driver.set_active(LazyCudaDriver())
     kernels = all_kernels()

@@ -43,7 +43,7 @@ class PackedLaunch:
     symbol: str  # in the cubin
     key: str  # under which Triton keeps it
     grid: str  # the rule, in words
-    signature: Mapping[str, str]  # parameter -> type; "constexpr" for what is compiled in
+    signature: Mapping[str, str]  # parameter -> type, in the kernel's order; "constexpr" for what is compiled in
     divisible: Sequence[str]  # parameters that 16 divides
     constants: Mapping[str, Any]
     options: Mapping[str, Any]  # as the launch gave them
@@ -88,7 +88,7 @@ class Pack:
 
 def write_pack(path: Path, manifest: Manifest, cubins: Mapping[str, bytes]) -> None:
     """Replaces `path` only once the whole file is written."""
-    text = json.dumps(asdict(manifest), indent=1, sort_keys=True).encode()
+    text = json.dumps(asdict(manifest), indent=1).encode()
     entries = {MANIFEST: text, DIGEST: hashlib.sha256(text).hexdigest().encode()}
     entries |= {f"{digest}.cubin": data for digest, data in sorted(cubins.items())}
     partial = path.with_name(f"{path.name}.partial")

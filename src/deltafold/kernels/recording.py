@@ -58,7 +58,7 @@ class Recorded:
     attributes: dict[tuple[int, ...], Any]  # by position: known divisibility
 
 
-class _AbsentGpu(GPUDriver):  # type: ignore[misc]  # Triton has no types
+class AbsentGpu(GPUDriver):  # type: ignore[misc]  # Triton has no types
     """Tells Triton what to compile for; nothing can be launched."""
 
     def __init__(self, target: Target) -> None:
@@ -74,6 +74,9 @@ class _AbsentGpu(GPUDriver):  # type: ignore[misc]  # Triton has no types
 
     def get_benchmarker(self) -> Any:
         raise NotImplementedError("nothing can be timed without a GPU")
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        raise NotImplementedError("nothing is launched without a GPU")
 
     def map_python_to_cpp_type(self, ty: str) -> str:
         raise NotImplementedError("nothing is launched without a GPU")
@@ -105,7 +108,7 @@ def _launches_go_to(note: Callable[..., None], target: Target) -> Iterator[None]
     facts = launch.DeviceFacts(target.num_multiprocessors, target.shared_memory, has_overlap=target.capability >= 90)
     run, device_facts, active = JITFunction.run, launch.device_facts, driver._active
     JITFunction.run, launch.device_facts = note, lambda device: facts
-    driver.set_active(_AbsentGpu(target))
+    driver.set_active(AbsentGpu(target))
     try:
         yield
     finally:
