@@ -98,7 +98,7 @@ def record(shape: ModelShape, target: Target) -> list[Recorded]:
         found.setdefault((kernel_name(kernel), one.key), one)
 
     with _launches_go_to(note, target):
-        _run_all(shape)
+        run_all(shape, META)
     return list(found.values())
 
 
@@ -140,24 +140,25 @@ def condensed(config: ModelConfig) -> ModelConfig:
     )
 
 
-def _run_all(shape: ModelShape) -> None:
+def run_all(shape: ModelShape, device: torch.device) -> None:
+    """One step of every kind that an engine's start takes, on tensors of `device`."""
     config, limits = condensed(shape.config), (shape.max_num_batched_tokens, shape.max_num_seqs)
     kind, ops = model_class(config.architecture), select(Backend.TRITON)
     specs = kind.layer_specs(config)
     tensors = {
-        key: torch.empty(spec.shape, dtype=spec.dtype or shape.dtype, device=META)
+        key: torch.empty(spec.shape, dtype=spec.dtype or shape.dtype, device=device)
         for key, spec in kind.parameter_table(config).items()
     }
-    for _, _, case in check_cases(specs, shape.dtype, META):
+    for _, _, case in check_cases(specs, shape.dtype, device):
         case(ops)
     model = kind(config, tensors, ops, shape.residual_dtype)
-    caches = warm_up_caches(specs, shape.dtype, META, shape.max_num_batched_tokens)
-    for batch in warm_up_batches(*limits, config.max_position_embeddings, META):
+    caches = warm_up_caches(specs, shape.dtype, device, shape.max_num_batched_tokens)
+    for batch in warm_up_batches(*limits, config.max_position_embeddings, device):
         run_step(model, batch, caches)
     for size in graph_sizes(shape.max_num_seqs):
         slots = size + 1
-        inputs = StepInputs.allocate(size, META)
-        token_ids = torch.zeros(slots, dtype=torch.int64, device=META)
-        tables = torch.zeros(slots, 64, dtype=torch.int32, device=META)
-        starts = torch.arange(slots, dtype=torch.int32, device=META)
+        inputs = StepInputs.allocate(size, device)
+        token_ids = torch.zeros(slots, dtype=torch.int64, device=device)
+        tables = torch.zeros(slots, 64, dtype=torch.int32, device=device)
+        starts = torch.arange(slots, dtype=torch.int32, device=device)
         decode_step(model, caches, token_ids, tables, starts, inputs)

@@ -273,7 +273,7 @@ def experts_down_kernel(
     TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`out[pair] = weight[pair] * hidden w2^T` of one tile of pairs; grid and HALVES as for `experts_up_kernel`."""
+    """`out[pair] = weight[pair] * hidden w2^T` of one tile of pairs; grid (max_tiles * tiles of D,), HALVES as above."""
     num_n = tl.cdiv(D, BN)
     i_tile = tl.program_id(0) // num_n
     i_n = tl.program_id(0) % num_n * BN
