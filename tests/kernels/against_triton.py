@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from deltafold.kernels.launcher import SCALARS, LibCuda, PackedKernel
 from deltafold.kernels.load import LazyCudaDriver
 from deltafold.kernels.pack import PackedLaunch, read_pack
-from deltafold.kernels.recording import ModelShape, run_all
+from deltafold.kernels.recording import ModelShape, facts_of, run_all
 from deltafold.kernels.targets import TARGETS
 from deltafold.ops.triton import launch
 
@@ -110,7 +110,7 @@ class Comparison:
 def main(pack: str, *only: str) -> int:
     comparison = Comparison(Path(pack), list(only))
     target = TARGETS["sm_90"]
-    facts = launch.DeviceFacts(target.num_multiprocessors, target.shared_memory, has_overlap=True)
+    facts = facts_of(target)
     launch.device_facts = lambda device: facts
     driver.set_active(StubDriver())
     run = JITFunction.run

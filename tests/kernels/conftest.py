@@ -17,7 +17,7 @@ import deltafold
 from deltafold.kernels import load
 from deltafold.kernels.build import PackSummary
 from deltafold.kernels.launcher import LibCuda
-from deltafold.kernels.recording import AbsentGpu
+from deltafold.kernels.recording import AbsentGpu, facts_of
 from deltafold.kernels.source import all_kernels
 from deltafold.kernels.targets import TARGETS
 from deltafold.ops.triton import launch
@@ -66,7 +66,7 @@ def built(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> PackSu
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """As if a GPU of capability 9.0 were there: what is launched reaches the fake driver."""
     cuda, target = FakeCuda(), TARGETS["sm_90"]
-    facts = launch.DeviceFacts(target.num_multiprocessors, target.shared_memory, has_overlap=True)
+    facts = facts_of(target)
     monkeypatch.setattr(launch, "device_facts", lambda device: facts)
     monkeypatch.setattr(load, "LibCuda", lambda: LibCuda(cuda))
     answers: dict[str, Any] = {"get_device_capability": (9, 0), "get_device_name": "Some Card", "synchronize": None}

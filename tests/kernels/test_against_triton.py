@@ -1,5 +1,5 @@
-"""Our launches are Triton's launches: both launchers hand a stub of libcuda the same configuration, parameters and tensor
-maps. The stub is compiled against the real cuda.h, so the layout of structures is checked too."""
+"""Our launches are Triton's: both launchers hand a stub of libcuda the same configuration, parameters and tensor maps.
+The stub is compiled against the real cuda.h, so the layout of structures is checked too."""
 
 from __future__ import annotations
 

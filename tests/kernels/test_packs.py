@@ -32,7 +32,7 @@ from deltafold.kernels.recording import META, ModelShape, record
 from deltafold.kernels.source import all_kernels
 from deltafold.kernels.targets import TARGETS, published_config
 from deltafold.ops import triton as ops
-from deltafold.ops.triton import delta_chunked, moe
+from deltafold.ops.triton import delta_chunked, moe, pinning
 
 SHAPE = ModelShape(SMALL, torch.bfloat16, torch.float32, 2, 64)
 CUDA = torch.device("cuda", 0)
@@ -327,12 +327,23 @@ def test_wrong_arguments_of_a_build_are_refused(tmp_path: Path, options: dict[st
     assert not list(tmp_path.iterdir())
 
 
-def test_pins_are_part_of_what_is_compared(built: PackSummary, monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = tuple(
-        replace(plan, up=replace(plan.up, num_stages=plan.up.num_stages + 1)) if plan.is_small else plan
-        for plan in moe.PLANS
-    )
-    monkeypatch.setattr(moe, "PLANS", changed)
-    (line,) = deltafold.check_kernels(built.path).differences
-    assert line.startswith("experts_up_kernel: pin num_stages")
-    assert line.endswith("(sm_90)")
+def test_an_edited_pin_table_is_named_and_refused(
+    built: PackSummary, fake_gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One stage more for few tokens an expert, on one architecture."""
+    entries = pinning.entries_of("grouped_experts")
+    first = entries[0]
+    assert (first.arch, first.shape_class) == ("sm_90", "8")
+    up = first.pins["up"] | {"num_stages": first.pins["up"]["num_stages"] + 1}
+    changed = (replace(first, pins=first.pins | {"up": up}), *entries[1:])
+    original = pinning.entries_of
+    monkeypatch.setattr(pinning, "entries_of", lambda t: changed if t == "grouped_experts" else original(t))
+    moe.grouped_plans.cache_clear()
+    try:
+        table, line = deltafold.check_kernels(built.path).differences
+        assert table == "pins of grouped_experts changed"
+        assert line == "experts_up_kernel: pin num_stages 3 -> 4 (sm_90)"
+        with pytest.raises(KernelPackError, match="does not fit: pins of grouped_experts changed"):
+            use_pack(built.path, parse_config(SMALL), DTYPES, CUDA)
+    finally:
+        moe.grouped_plans.cache_clear()

@@ -26,6 +26,7 @@ from deltafold.kernels.pack import ArchSection, Manifest, PackedLaunch, TensorMa
 from deltafold.kernels.recording import ModelShape, Recorded, record
 from deltafold.kernels.source import grid_rule, kernel_name, parameters, source_parts
 from deltafold.kernels.targets import Target, target_of
+from deltafold.ops.triton.pinning import table_digests
 from deltafold.version import __version__
 
 OnProgress = Callable[[str, int, int], None]
@@ -77,6 +78,7 @@ def build_pack(
         limits={name: getattr(shape, name) for name in LIMITS},
         versions=versions(target.capability for target in targets.values()),
         kernels=dict(sorted(kernels.items())),
+        pins=table_digests(),
         archs=sections,
     )
     write_pack(path, manifest, cubins)

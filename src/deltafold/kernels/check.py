@@ -11,11 +11,12 @@ from triton import knobs
 
 from deltafold.errors import KernelPackError
 from deltafold.kernels.build import packed_without_cubin
-from deltafold.kernels.differences import kernel_differences, launch_differences
+from deltafold.kernels.differences import kernel_differences, launch_differences, pin_differences
 from deltafold.kernels.pack import Pack, read_pack
 from deltafold.kernels.recording import ModelShape, record
 from deltafold.kernels.source import all_kernels
 from deltafold.kernels.targets import TARGETS
+from deltafold.ops.triton.pinning import table_digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,8 @@ def check_pack(path: Path) -> KernelDrift:
         raise KernelPackError("TRITON_INTERPRET=1: interpreted kernels cannot be compared with a pack's")
     pack = read_pack(path)
     kernels = pack.manifest.kernels
-    found = [*kernel_differences(kernels, all_kernels()), *_launches(pack)]
+    found = [*kernel_differences(kernels, all_kernels())]
+    found += [*pin_differences(pack.manifest.pins, table_digests()), *_launches(pack)]
     built = pack.manifest.versions.get("triton")
     if built != triton.__version__:
         found.append(f"all kernels: triton {built} -> {triton.__version__}")

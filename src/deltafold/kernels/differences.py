@@ -34,6 +34,13 @@ def kernel_differences(built: Mapping[str, Mapping[str, Any]], here: Mapping[str
             yield f"{short}: signature changed: {', '.join(parts or ['another order'])}"
 
 
+def pin_differences(built: Mapping[str, str], here: Mapping[str, str]) -> Iterator[str]:
+    """Tables of pins that differ."""
+    for name in sorted(built.keys() | here.keys()):
+        if built.get(name) != here.get(name):
+            yield f"pins of {name} changed"
+
+
 def launch_differences(built: Sequence[PackedLaunch], here: Sequence[PackedLaunch]) -> Iterator[str]:
     """Kernels that are launched with other pins or other types than when the pack was built, one line each."""
     for name in sorted({one.kernel for one in (*built, *here)}):

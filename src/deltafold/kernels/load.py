@@ -19,12 +19,13 @@ from triton.runtime import driver
 from deltafold.checkpoint.config import ModelConfig
 from deltafold.errors import DeviceError, KernelPackError
 from deltafold.kernels.build import shape_facts
-from deltafold.kernels.differences import kernel_differences, shape_differences
+from deltafold.kernels.differences import kernel_differences, pin_differences, shape_differences
 from deltafold.kernels.launcher import LibCuda, PackedKernel
 from deltafold.kernels.pack import ArchSection, Pack, read_pack
 from deltafold.kernels.source import all_kernels
 from deltafold.kernels.targets import arch_of
 from deltafold.ops.triton import launch
+from deltafold.ops.triton.pinning import table_digests
 
 
 class LazyCudaDriver(CudaDriver):  # type: ignore[misc]  # Triton has no types
@@ -122,6 +123,7 @@ def _problems(pack: Pack, facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"it was built with triton {built}, this is {triton.__version__}"
     yield from shape_differences(pack.manifest.model, facts)
     yield from kernel_differences(pack.manifest.kernels, all_kernels())
+    yield from pin_differences(pack.manifest.pins, table_digests())
 
 
 def _index(device: torch.device) -> int:

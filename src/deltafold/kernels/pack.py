@@ -72,7 +72,8 @@ class Manifest:
     config: Mapping[str, Any]  # config.json
     limits: Mapping[str, int]  # of the engine
     versions: Mapping[str, str]  # of triton, ptxas, torch, python and deltafold
-    kernels: Mapping[str, Mapping[str, Any]]  # by name: "source" parts, "parameters", "pins"
+    kernels: Mapping[str, Mapping[str, Any]]  # by name: "source" parts and "parameters"
+    pins: Mapping[str, str]  # by table: digest
     archs: Mapping[str, ArchSection]
     format: int = field(default=FORMAT)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from triton import knobs
@@ -102,12 +102,23 @@ def record(shape: ModelShape, target: Target) -> list[Recorded]:
     return list(found.values())
 
 
+def facts_of(target: Target) -> launch.DeviceFacts:
+    """As the target's device would give them."""
+    return launch.DeviceFacts(
+        arch=f"sm_{target.capability}",
+        num_multiprocessors=target.num_multiprocessors,
+        shared_memory=target.shared_memory,
+        has_overlap=target.capability >= 90,
+    )
+
+
 @contextmanager
 def _launches_go_to(note: Callable[..., None], target: Target) -> Iterator[None]:
     """Inside, launches are noted instead of run, and the ops see the target for the device of every tensor."""
-    facts = launch.DeviceFacts(target.num_multiprocessors, target.shared_memory, has_overlap=target.capability >= 90)
+    facts = facts_of(target)
     run, device_facts, active = JITFunction.run, launch.device_facts, driver._active
-    JITFunction.run, launch.device_facts = note, lambda device: facts
+    JITFunction.run = note
+    launch.device_facts = cast(Any, lambda device: facts)
     driver.set_active(AbsentGpu(target))
     try:
         yield

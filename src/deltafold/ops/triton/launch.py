@@ -7,6 +7,7 @@ so calls `wait_for_predecessor` before it touches memory that another kernel wri
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypedDict
 
 import torch
@@ -28,21 +29,24 @@ class Overlap(TypedDict):
 class DeviceFacts:
     """What launches depend on beside their arguments."""
 
+    arch: str  # sm_90 and so on; pins may have entries of it
     num_multiprocessors: int
     shared_memory: int  # bytes a program may use
     has_overlap: bool  # whether launches overlap: compute capability 9.0 and up
 
 
-NO_DEVICE = DeviceFacts(num_multiprocessors=4, shared_memory=232448, has_overlap=False)
+NO_DEVICE = DeviceFacts(arch="none", num_multiprocessors=4, shared_memory=232448, has_overlap=False)
 """Where there is no GPU (Triton's interpreter): room as on Hopper."""
 
 
+@cache
 def device_facts(device: torch.device) -> DeviceFacts:
     """Of a GPU, its own. `kernels/recording.py` puts those of a GPU that is not here in this function's place."""
     if device.type != "cuda":
         return NO_DEVICE
     properties = torch.cuda.get_device_properties(device)
     return DeviceFacts(
+        arch=f"sm_{properties.major}{properties.minor}",
         num_multiprocessors=properties.multi_processor_count,
         shared_memory=int(properties.shared_memory_per_block_optin),  # type: ignore[attr-defined]
         has_overlap=properties.major >= 9,
@@ -58,6 +62,11 @@ def overlap(tensor: Tensor) -> Overlap:
     """Launch arguments for the device of `tensor`."""
     has_pdl = has_overlap(tensor)
     return Overlap(PDL=has_pdl, launch_pdl=has_pdl)
+
+
+def arch_of(tensor: Tensor) -> str:
+    """The tensor's device's architecture, sm_90 and so on; "none" where there is no GPU."""
+    return device_facts(tensor.device).arch
 
 
 def shared_memory(tensor: Tensor) -> int:
