@@ -74,7 +74,9 @@ def moe_rows() -> list[Row]:
         inputs = [(randn(T, HIDDEN), randn(T, EXPERTS, dtype=torch.float32)) for _ in range(2 if T > 4 else 6)]
         touched = [1 + len(torch.unique(logits.topk(TOP_K).indices)) for _, logits in inputs]
         calls = [
-            lambda x=x, logits=logits: ops.routed_experts(x, logits, bias, w13, w2, TOP_K, "sigmoid", 1, 1, True, 2.446)
+            lambda x=x, logits=logits: ops.routed_experts(
+                x, logits, bias, w13, w2, TOP_K, "sigmoid", 1, 1, 2, True, 2.446
+            )
             for x, logits in inputs
         ]
         mean_touched = statistics.mean(touched)
@@ -114,7 +116,7 @@ def small_rows() -> list[Row]:
         logits = randn(T, EXPERTS, dtype=torch.float32)
         bias = torch.zeros(EXPERTS, device="cuda")
         norm = partial(ops.add_rms_norm, x, residual, weight, 1e-5, torch.bfloat16)
-        route = partial(ops.route, logits, bias, TOP_K, "sigmoid", 1, 1, True, 2.446)
+        route = partial(ops.route, logits, bias, TOP_K, "sigmoid", 1, 1, 2, True, 2.446)
         rows.append(Row(f"add + norm T={T}", [norm] * 24, T * HIDDEN * (2 + 4 + 4 + 2)))
         rows.append(Row(f"route T={T}", [route] * 24, T * EXPERTS * 4))
     return rows

@@ -144,9 +144,9 @@ def changed(kind: Any, variant: Variant, uses: Uses) -> Any:
                 ops = StudyOps(ops, variant, uses)
             super().__init__(config, tensors, ops, residual_dtype)
             if variant.has_expanded_decode:
-                self._layers = [
+                self.decoder.layers[:] = [
                     replace(layer, mixer=ExpandedMla(layer.mixer, uses)) if isinstance(layer.mixer, Mla) else layer
-                    for layer in self._layers
+                    for layer in self.decoder.layers
                 ]
 
     return Changed

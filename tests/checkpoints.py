@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import KimiLinearConfig, KimiLinearForCausalLM
+from transformers import KimiLinearConfig, KimiLinearForCausalLM, PreTrainedModel
 
 BUILTIN = Path(str(files("deltafold"))) / "builtin"
 TOKENIZER_FILES = ("tiktoken.model", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -126,14 +126,19 @@ def draw_config(seed: int) -> Config:
 def random_oracle(config: Config, seed: int) -> KimiLinearForCausalLM:
     """transformers' model in float32, initialised as it initialises itself; the norms' weights and the router's
     bias, which begin as ones and zeros, are drawn so that a fault in their use shows."""
+    return drawn_oracle(lambda: KimiLinearForCausalLM(KimiLinearConfig(**config)), seed)
+
+
+def drawn_oracle(make: Callable[[], PreTrainedModel], seed: int) -> Any:
+    """What `make` makes, in float32, with all that begins as a constant drawn around it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = KimiLinearForCausalLM(KimiLinearConfig(**config)).float().eval()
+        model = make().float().eval()
         model.set_experts_implementation("eager")  # the default wants sizes of a multiple of 16 bytes
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" in name:
-                    parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+                    parameter.copy_(parameter.mean().round() + 0.2 * torch.randn_like(parameter))
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.copy_(0.3 * torch.randn_like(buffer))
@@ -143,19 +148,15 @@ def random_oracle(config: Config, seed: int) -> KimiLinearForCausalLM:
 def write_checkpoint(folder: Path, config: Config, seed: int = 0) -> KimiLinearForCausalLM:
     """Writes config, weights and tokenizer files to `folder`; gives the model whose weights they are."""
     model = random_oracle(config, seed)
-    model.save_pretrained(folder)
-    for name in TOKENIZER_FILES:
-        shutil.copy(BUILTIN / name, folder / name)
+    write_oracle(folder, model)
     return model
 
 
-def write_kimi_linear(folder: Path) -> None:
-    """The smallest folder of the architecture that an engine loads."""
-    write_checkpoint(folder, base_config())
-
-
-WRITERS: Mapping[str, Callable[[Path], None]] = {"KimiLinearForCausalLM": write_kimi_linear}
-"""By `architectures[0]`: what writes a tiny checkpoint of it."""
+def write_oracle(folder: Path, model: PreTrainedModel) -> None:
+    """Writes a model of transformers and the tokenizer files to `folder`."""
+    model.save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        shutil.copy(BUILTIN / name, folder / name)
 
 
 def random_prompt(seed: int, num_tokens: int) -> list[int]:

@@ -99,7 +99,13 @@ def load_model(folder: Path) -> LoadedModel:
     """The model of a folder in float32, in its place."""
     config = load_config(folder)
     kind = model_class(config.architecture)
-    tensors = load_tensors(folder, kind.parameter_table(config), compute_dtype=torch.float32, device=PLACE.device)
+    tensors = load_tensors(
+        folder,
+        kind.parameter_table(config),
+        compute_dtype=torch.float32,
+        device=PLACE.device,
+        ignore=kind.ignored_tensors,
+    )
     return LoadedModel(config, kind(config, tensors, select(PLACE.backend), torch.float32))
 
 

@@ -46,6 +46,7 @@ def test_the_published_shape_on_one_card(full_folder: Path) -> None:
     assert plan.bytes_per_block == 7 * 576 * 2 * 64
     assert plan.bytes_per_sequence == plan.bytes_per_slot + 512 * plan.bytes_per_block
     assert plan.floor == int(140 * GIB * 0.06)
+    assert plan.budget + plan.weights + plan.activations + plan.graphs + plan.floor == 140 * GIB
     assert plan.num_that_fit == plan.budget // plan.bytes_per_sequence > 64 == plan.num_sequences
     assert plan_capacity(full_folder, memory=140 * GIB, context=32768, max_num_seqs=1000).num_sequences > 64
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.checkpoints import WRITERS, base_config, random_prompt, special_id, write_checkpoint
+from tests.checkpoints import base_config, random_prompt, special_id, write_checkpoint
+from tests.siblings import WRITERS
 from tests.stepping import PLACE, LoadedModel, RecordingRunner, Stepper, cache_tensors, poison
 from tests.straight_line import straight_line, token_by_token
 from torch import Tensor

@@ -193,7 +193,7 @@ class Slice:
         }
         names = KimiLinear.parameter_table(self.config)
         tensors |= {name: self.tensors[name] for name in names if name not in tensors}
-        layer = KimiLinear(self.config, tensors, ops, torch.float32)._layers[i]
+        layer = KimiLinear(self.config, tensors, ops, torch.float32).decoder.layers[i]
         num_blocks = -(-stream.shape[0] // BLOCK_SIZE)
         plan = MemoryPlan(num_blocks, 1, 0, 0, 0, num_blocks * BLOCK_SIZE, 0)
         cache = allocate(plan, KimiLinear.layer_specs(self.config), dtype, torch.device("cuda"))[i]

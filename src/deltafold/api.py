@@ -148,6 +148,7 @@ class Engine:
             max_model_len=self._plan.max_model_len,
             end_token_ids=frozenset(config.eos_token_ids) | tokenizer.end_token_ids,
             seed=options.seed,
+            foreign_token_ids=dict(config.foreign_token_ids),
         )
         self._loop = EngineLoop(self._core, max_waiting=options.max_waiting, read_stats=self._read_stats)
 
@@ -241,7 +242,12 @@ class Engine:
         else:
             with loading_bar(show_progress) as on_progress:
                 tensors = load_tensors(
-                    folder, table, compute_dtype=torch_dtype, device=torch_device, on_progress=on_progress
+                    folder,
+                    table,
+                    compute_dtype=torch_dtype,
+                    device=torch_device,
+                    on_progress=on_progress,
+                    ignore=kind.ignored_tensors,
                 )
         refused: list[str] = []
         if is_fused:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
-from deltafold.errors import ContextLengthError, InvalidTokenError, RequestError
+from deltafold.errors import ContextLengthError, InvalidTokenError, RequestError, UnsupportedOptionError
 from deltafold.scheduler.request import Request
 from deltafold.types import SamplingParams
 
@@ -15,9 +16,21 @@ _SEED_MASK = (1 << 63) - 1
 
 
 class Intake:
-    """Makes requests for one model. `seed` makes the seeds of requests that bring none reproducible."""
+    """Makes requests for one model. `seed` makes the seeds of requests that bring none reproducible.
 
-    def __init__(self, *, vocab_size: int, max_model_len: int, end_token_ids: frozenset[int], seed: int | None) -> None:
+    `foreign_token_ids` stand for input of a kind that is not supported, and say which.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        end_token_ids: frozenset[int],
+        seed: int | None,
+        foreign_token_ids: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        self._foreign_token_ids = foreign_token_ids
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._end_token_ids = end_token_ids
@@ -29,7 +42,8 @@ class Intake:
         """`params.n` requests a prompt, prompt-major; one id for all of them, a fresh one unless given.
 
         Raises:
-            RequestError: InvalidTokenError for an id out of the vocabulary, ContextLengthError for too many tokens.
+            RequestError: InvalidTokenError for an id out of the vocabulary, UnsupportedOptionError for one that stands
+                for an image, ContextLengthError for too many tokens.
         """
         if request_id is not None and (not isinstance(request_id, str) or not request_id or "/" in request_id):
             raise RequestError(f"request_id must be a non-empty string without '/', got {request_id!r}")
@@ -73,6 +87,11 @@ class Intake:
             raise RequestError("the prompt is empty; at least 1 token is needed", param="prompt")
         for token_id in prompt:
             self._check_id(token_id, "prompt")
+            if token_id in self._foreign_token_ids:
+                kind = self._foreign_token_ids[token_id]
+                raise UnsupportedOptionError(
+                    f"prompt: token id {token_id} stands for {kind}, only text is supported", param="prompt"
+                )
         limit = self._max_model_len
         if len(prompt) >= limit:
             message = f"the prompt has {len(prompt)} tokens, which leaves none of max_model_len {limit} for an answer"

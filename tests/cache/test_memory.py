@@ -21,6 +21,7 @@ from deltafold.errors import CapacityError, DeltafoldWarning
 
 STATE = LayerSpec(recurrent_shape=(2, 3, 5), conv_shape=(7, 3))
 LATENT = LayerSpec(latent_dim=11)
+KV = LayerSpec(kv_shape=(3, 5))
 SPECS = (STATE, LATENT, STATE)
 SLOT = 2 * (30 * 4 + 21 * 2)
 BLOCK = 64 * 11 * 2
@@ -108,11 +109,28 @@ def test_snapshots_do_not_take_what_one_request_needs() -> None:
         assert found.num_bytes <= budget
 
 
-@pytest.mark.parametrize("specs", [(STATE,), (LATENT,)])
-def test_models_of_one_kind_of_layer(specs: tuple[LayerSpec, ...]) -> None:
+@pytest.mark.parametrize("specs", [(STATE,), (LATENT,), (KV,), (STATE, KV, KV)])
+def test_models_of_other_kinds_of_layers(specs: tuple[LayerSpec, ...]) -> None:
     found = plan(10**6, specs=specs)
     assert (found.num_slots, found.num_blocks) == (4, 8)
     assert allocated_bytes(allocate(found, specs, BF16, torch.device("cpu"))) == found.num_bytes
+
+
+def test_keys_and_values_of_a_block() -> None:
+    assert bytes_per_block((KV, STATE, KV, LATENT), BF16) == 64 * (2 * 2 * 15 + 11) * 2
+    assert bytes_per_slot((KV, STATE), BF16) == SLOT // 2
+    cache = allocate(plan(10**6, specs=(KV,)), (KV,), BF16, torch.device("cpu"))[0]
+    assert cache.key_cache is not None
+    assert cache.value_cache is not None
+    assert cache.key_cache.shape == cache.value_cache.shape == (8, 64, 3, 5)
+    assert cache.latent_cache is cache.recurrent_state is cache.conv_state is None
+    assert [name for name, _ in cache.block_tensors()] == ["key_cache", "value_cache"]
+
+
+def test_a_model_without_state_has_no_snapshots_but_blocks_to_cache() -> None:
+    found = plan(10**9, specs=(KV,), max_snapshots=3)
+    assert (found.num_slots, found.num_snapshot_slots, found.num_blocks) == (4, 0, (4 + 3) * 2)
+    assert plan(10**9, specs=(KV, STATE), max_snapshots=3).num_snapshot_slots == 3
 
 
 def test_the_default_is_a_share_of_what_is_free_on_the_host() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deltafold.checkpoint.weights import Init, Source, TensorSpec, load_tensors, random_tensors
+from deltafold.checkpoint.weights import Init, Source, TensorSpec, also_named, load_tensors, random_tensors
 from deltafold.errors import CapacityError, WeightsError
 
 Write = Callable[[dict[str, dict[str, torch.Tensor]]], Path]
@@ -46,6 +46,50 @@ def test_fused_reshaped_and_renamed(write_checkpoint: Write) -> None:
     assert torch.equal(tensors["qk"], torch.cat([parts["q"], parts["k"]]))
     assert torch.equal(tensors["decay"], decay.view(4))
     assert torch.equal(tensors["experts"], torch.stack(experts))
+
+
+def test_rows_in_another_order(write_checkpoint: Write) -> None:
+    stored = torch.randn(4, 3)
+    folder = write_checkpoint({ONE: {"w": stored}})
+    tensors = _load(folder, {"w": TensorSpec((4, 3), (Source(("w",), (4, 3), row_order=(2, 0, 3, 1)),))})
+    assert torch.equal(tensors["w"], stored[[2, 0, 3, 1]])
+    for order in ((0, 1, 2), (0, 1, 2, 2), (0, 1, 2, 4)):
+        with pytest.raises(WeightsError, match="w: row_order"):
+            _load(folder, {"w": TensorSpec((4, 3), (Source(("w",), (4, 3), row_order=order),))})
+
+
+def test_offset_is_added_to_what_is_stored(write_checkpoint: Write) -> None:
+    """A norm's weight stored around zero, in bfloat16, is not rounded by the addition."""
+    stored = (torch.randn(5) * 0.01).bfloat16()
+    folder = write_checkpoint({ONE: {"norm": stored}})
+    spec = TensorSpec((5,), (Source(("norm",), (5,)),), torch.float32, offset=1.0)
+    tensors = _load(folder, {"norm": spec}, torch.bfloat16)
+    assert torch.equal(tensors["norm"], stored.float() + 1)
+    assert not torch.equal(tensors["norm"].bfloat16().float(), tensors["norm"])
+
+
+def test_a_checkpoint_in_the_other_layout(write_checkpoint: Write) -> None:
+    experts = torch.randn(3, 2, 4)
+    each = tuple(Source((f"e.{i}",), (2, 4), (i,)) for i in range(3))
+    table = {"experts": TensorSpec((3, 2, 4), each, other_sources=(Source(("experts",), (3, 2, 4)),))}
+    apart = write_checkpoint({ONE: {f"e.{i}": experts[i].clone() for i in range(3)}})
+    assert torch.equal(_load(apart, table)["experts"], experts)
+    together = write_checkpoint({ONE: {"experts": experts}})
+    assert torch.equal(_load(together, table)["experts"], experts)
+    both = write_checkpoint({ONE: {"experts": experts, "e.1": experts[1].clone()}})
+    with pytest.raises(WeightsError, match=r"left over: e\.1"):
+        _load(both, table)
+    neither = write_checkpoint({ONE: {"e.1": experts[1].clone()}})
+    with pytest.raises(WeightsError, match=r"missing: e\.0, e\.2"):
+        _load(neither, table)
+
+
+def test_a_second_prefix(write_checkpoint: Write) -> None:
+    folder = write_checkpoint({ONE: {"model.text.w": torch.ones(2), "head": torch.zeros(2)}})
+    table = also_named({"w": _plain("model.w", 2), "head": _plain("head", 2)}, "model.", "model.text.")
+    assert table["w"].sources[0].names == ("model.w", "model.text.w")
+    assert table["head"].sources[0].names == ("head",)
+    assert torch.equal(_load(folder, table)["w"], torch.ones(2))
 
 
 def test_one_stored_tensor_may_fill_two_parameters(write_checkpoint: Write) -> None:

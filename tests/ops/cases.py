@@ -357,6 +357,7 @@ def norm_cases(op: str) -> Iterator[Case]:
         tolerance_of = BF16 if BF16 in (dtype, out) else F32
         if op == "rms_norm":
             yield Case(op, f"{shape} {dtype} to {out}", (x, weight, 1e-5, out), tolerance_of)
+            yield Case(op, f"{shape} {dtype}, float32 weight", (x, weight.float() + 1.003, 1e-5, out), tolerance_of)
             view = fused(gen, shape[0], [D, 5], dtype)[0]
             yield Case(op, f"strided {shape}", (view, weight, 1e-5, out), tolerance_of)
         elif op == "gated_rms_norm":
@@ -394,17 +395,27 @@ def latent_context(
     gen: torch.Generator, lengths: list[int], width: int, block_size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A poisoned cache with contexts of `lengths` in shuffled blocks: (latent_cache, seq_lens, block_table)."""
+    (cache,), seq_lens, table = paged_contexts(gen, lengths, [(width,)], block_size, dtype)
+    return cache, seq_lens, table
+
+
+def paged_contexts(
+    gen: torch.Generator, lengths: list[int], shapes: list[tuple[int, ...]], block_size: int, dtype: torch.dtype
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Poisoned caches, one for each shape of a token's row, with contexts of `lengths` in the same shuffled blocks:
+    (caches, seq_lens, block_table)."""
     counts = [-(-length // block_size) for length in lengths]
     order = torch.randperm(sum(counts) + 3, generator=gen).tolist()
-    cache = poisoned(len(order), block_size, width, dtype=dtype)
+    caches = [poisoned(len(order), block_size, *shape, dtype=dtype) for shape in shapes]
     table = torch.full((len(lengths), max(counts) + 2), FOREIGN_BLOCK, dtype=torch.int32)
     for i, length in enumerate(lengths):
         for n in range(counts[i]):
             block = order.pop()
             table[i, n] = block
             used = min(block_size, length - n * block_size)
-            cache[block, :used] = randn(gen, used, width, dtype=dtype)
-    return cache, torch.tensor(lengths, dtype=torch.int32), table
+            for cache in caches:
+                cache[block, :used] = randn(gen, used, *cache.shape[2:], dtype=dtype)
+    return caches, torch.tensor(lengths, dtype=torch.int32), table
 
 
 def store_cases() -> Iterator[Case]:
@@ -474,31 +485,120 @@ def step_cases() -> Iterator[Case]:
         yield Case("mla_step", f"{lengths} {dtype}", (q, kv_b, cache, seq_lens, table, (nope + P) ** -0.5), dtype)
 
 
+# --- rotary embedding, paged key and value caches ------------------------------------------------------------------
+
+
+def sigmoid_mul_cases() -> Iterator[Case]:
+    for T, D, is_wide, dtype in ((1, 16, True, F32), (5, 23, False, F32), (7, 2050, True, F32), (6, 32, False, BF16)):
+        gen = generator(T)
+        x, gate = fused(gen, T, [D, D], dtype)
+        gate = gate if is_wide else gate[:, 1:2]
+        yield Case("sigmoid_mul", f"{(T, D)} gate {tuple(gate.shape)} {dtype}", (3 * x, 3 * gate), dtype)
+
+
+def rotary_cases() -> Iterator[Case]:
+    for seed, (T, H, K, F, start, is_interleaved, dtype) in enumerate(
+        (
+            (1, 1, 8, 4, 0, True, F32),
+            (1, 3, 16, 4, 0, False, F32),
+            (5, 2, 10, 3, 0, False, F32),
+            (5, 3, 24, 4, 16, True, F32),
+            (9, 2, 64, 16, 0, False, BF16),
+            (4, 2, 24, 4, 16, True, BF16),
+        )
+    ):
+        gen = generator(seed)
+        # As layers pass it: heads that are slices of a projection, or the last values of each.
+        x = fused(gen, T, [5, H * K], dtype)[1].unflatten(-1, (H, K))[..., start:]
+        positions = torch.randint(0, 100_000, (T,), generator=gen)
+        frequencies = 1.0 / 10_000.0 ** (torch.arange(F) / F)
+        args = (x, positions, frequencies, 1.25 if seed % 2 else 1.0, is_interleaved)
+        name = f"{(T, H, K)} first {2 * F} from {start} {'interleaved' if is_interleaved else 'halves'} {dtype}"
+        yield Case("rotary", name, args, dtype, (0,), tuple(range(T)))
+
+
+def kv_store_cases() -> Iterator[Case]:
+    for slots, block_size, HK, K, V, dtype in (
+        ([5], 4, 2, 16, 16, F32),
+        ([PAD_SLOT], 4, 2, 16, 16, F32),
+        ([9, 0, 3], 16, 1, 24, 8, F32),
+        ([7, PAD_SLOT, 11, PAD_SLOT, 2], 4, 3, 7, 7, BF16),
+    ):
+        gen = generator(len(slots))
+        (_, k, v) = fused(gen, len(slots), [2, HK * K, HK * V], dtype)
+        for t, slot in enumerate(slots):
+            if slot == PAD_SLOT:
+                k[t], v[t] = torch.nan, torch.nan
+        caches = (poisoned(5, block_size, HK, K, dtype=dtype), poisoned(5, block_size, HK, V, dtype=dtype))
+        args = (k.unflatten(-1, (HK, K)), v.unflatten(-1, (HK, V)), *caches, torch.tensor(slots))
+        owned = tuple(slot for slot in slots if slot != PAD_SLOT)
+        yield Case("kv_store", f"{slots} {(HK, K, V)} {dtype}", args, dtype, (2, 3), owned, is_paged=True)
+
+
+def gqa_prefill_cases() -> Iterator[Case]:
+    for seed, (new, lengths, block_size, (H, HK, K, V), dtype) in enumerate(
+        (
+            ([1], [1], 16, (2, 2, 16, 16), F32),
+            ([5], [5], 16, (4, 2, 16, 32), F32),
+            ([16], [33], 16, (3, 1, 32, 16), F32),
+            ([3, 1, 17], [40, 7, 17], 16, (6, 2, 16, 16), F32),
+            ([4, 2, 3], [70, 0, 3], 64, (2, 1, 24, 24), F32),
+            ([9, 0, 2], [64, 5, 129], 64, (4, 2, 16, 16), BF16),
+        )
+    ):
+        gen = generator(seed)
+        caches, seq_lens, table = paged_contexts(gen, lengths, [(HK, K), (HK, V)], block_size, dtype)
+        q = fused(gen, sum(new), [H * K, 4], dtype)[0].unflatten(-1, (H, K))
+        args = (q, *caches, starts_of(new), seq_lens, table, K**-0.5)
+        yield Case("gqa_prefill", f"{new} of {lengths} {(H, HK, K, V)} {dtype}", args, dtype)
+
+
+def gqa_decode_cases() -> Iterator[Case]:
+    for seed, (lengths, block_size, (H, HK, K, V), dtype) in enumerate(
+        (
+            ([1], 16, (2, 2, 16, 16), F32),
+            ([16], 16, (4, 2, 16, 32), F32),
+            ([33], 16, (3, 1, 32, 16), F32),
+            ([0], 16, (2, 1, 16, 16), F32),
+            ([5, 5, 5], 16, (6, 2, 16, 16), F32),
+            ([2, 0, 200, 1, 130], 16, (2, 1, 24, 24), F32),
+            ([65, 0, 64, 1], 64, (8, 1, 16, 16), BF16),
+        )
+    ):
+        gen = generator(seed)
+        caches, seq_lens, table = paged_contexts(gen, lengths, [(HK, K), (HK, V)], block_size, dtype)
+        q = fused(gen, len(lengths), [H * K, 4], dtype)[0].unflatten(-1, (H, K))
+        args = (q, *caches, seq_lens, table, K**-0.5)
+        yield Case("gqa_decode", f"{lengths} {(H, HK, K, V)} {dtype}", args, dtype)
+
+
 # --- experts -------------------------------------------------------------------------------------------------------
 
 
 def route_cases() -> Iterator[Case]:
-    for seed, (T, E, top_k, scoring, groups, top_groups, renormalize, has_bias) in enumerate(
+    for seed, (T, E, top_k, scoring, groups, top_groups, best, renormalize, has_bias) in enumerate(
         (
-            (1, 12, 2, "sigmoid", 1, 1, True, True),
-            (9, 12, 4, "sigmoid", 1, 1, True, True),
-            (5, 7, 3, "sigmoid", 1, 1, False, False),
-            (5, 8, 8, "softmax", 1, 1, True, False),
-            (6, 16, 4, "sigmoid", 4, 2, True, True),
-            (6, 16, 3, "softmax", 8, 3, False, True),
-            (6, 4, 2, "sigmoid", 4, 2, True, True),
+            (1, 12, 2, "sigmoid", 1, 1, 2, True, True),
+            (9, 12, 4, "sigmoid", 1, 1, 2, True, True),
+            (5, 7, 3, "sigmoid", 1, 1, 2, False, False),
+            (5, 8, 8, "softmax", 1, 1, 2, True, False),
+            (6, 16, 4, "sigmoid", 4, 2, 2, True, True),
+            (6, 16, 3, "softmax", 8, 3, 2, False, True),
+            (6, 4, 2, "sigmoid", 4, 2, 2, True, True),
+            (9, 20, 4, "softmax", 5, 2, 1, False, False),
+            (6, 4, 2, "softmax", 4, 2, 1, False, False),
         )
     ):
         gen = generator(seed)
         logits = randn(gen, T, E)
         bias = randn(gen, E) * 0.3 if has_bias else None
-        args = (logits, bias, top_k, scoring, groups, top_groups, renormalize, 2.446)
-        yield Case("route", f"T={T} E={E} top {top_k} {scoring} {groups} groups", args)
+        args = (logits, bias, top_k, scoring, groups, top_groups, best, renormalize, 2.446)
+        yield Case("route", f"T={T} E={E} top {top_k} {scoring} {groups} groups by {best}", args)
     ties = torch.zeros(3, 10)
     ties[1, 4:] = 1.0
-    yield Case("route", "equal scores", (ties, None, 4, "sigmoid", 1, 1, True, 1.0))
+    yield Case("route", "equal scores", (ties, None, 4, "sigmoid", 1, 1, 2, True, 1.0))
     large = torch.tensor([[200.0, -200.0, 0.0, -300.0]])
-    yield Case("route", "saturated scores", (large, None, 2, "sigmoid", 1, 1, True, 1.0))
+    yield Case("route", "saturated scores", (large, None, 2, "sigmoid", 1, 1, 2, True, 1.0))
 
 
 def expert_cases() -> Iterator[Case]:
@@ -543,7 +643,7 @@ def routed_cases() -> Iterator[Case]:
         logits, bias = randn(gen, T, E), randn(gen, E) * 0.3
         w13 = randn(gen, E + shared, 2 * width, D, dtype=dtype) * D**-0.5
         w2 = randn(gen, E + shared, D, width, dtype=dtype) * width**-0.5
-        args = (x, logits, bias, w13, w2, top_k, scoring, 1, 1, True, 2.446)
+        args = (x, logits, bias, w13, w2, top_k, scoring, 1, 1, 2, True, 2.446)
         yield Case("routed_experts", f"T={T} E={E}+{shared} top {top_k} {dtype}", args, dtype)
 
 
@@ -575,6 +675,11 @@ GENERATORS: dict[str, Callable[[], Iterator[Case]]] = {
     "mla_prefill": prefill_cases,
     "mla_decode": decode_cases,
     "mla_step": step_cases,
+    "sigmoid_mul": sigmoid_mul_cases,
+    "rotary": rotary_cases,
+    "kv_store": kv_store_cases,
+    "gqa_prefill": gqa_prefill_cases,
+    "gqa_decode": gqa_decode_cases,
     "route": route_cases,
     "grouped_experts": expert_cases,
     "routed_experts": routed_cases,

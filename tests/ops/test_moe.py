@@ -20,10 +20,10 @@ def test_router_by_hand(backend, device):
     logits = torch.tensor([[logit(0.8), logit(0.6), logit(0.5), logit(0.4)]], device=device)
     bias = torch.tensor([0.0, 0.0, 0.0, 0.5], device=device)
     route = select(backend).route
-    weights, ids = route(logits, bias, 2, "sigmoid", 1, 1, True, 2.446)
+    weights, ids = route(logits, bias, 2, "sigmoid", 1, 1, 2, True, 2.446)
     assert ids.tolist() == [[3, 0]]
     assert weights[0].tolist() == pytest.approx([2.446 * 0.4 / 1.2, 2.446 * 0.8 / 1.2], rel=1e-5)
-    weights, ids = route(logits, None, 2, "sigmoid", 1, 1, False, 1.0)
+    weights, ids = route(logits, None, 2, "sigmoid", 1, 1, 2, False, 1.0)
     assert ids.tolist() == [[0, 1]]
     assert weights[0].tolist() == pytest.approx([0.8, 0.6], rel=1e-5)
 
@@ -33,7 +33,7 @@ def test_groups_by_hand(backend, device):
     """Group 1 wins by the sum of its two best, although group 0 has the single best expert."""
     scores = [0.9, 0.1, 0.05, 0.6, 0.55, 0.5]
     logits = torch.tensor([[logit(p) for p in scores]], device=device)
-    weights, ids = select(backend).route(logits, None, 2, "sigmoid", 2, 1, False, 1.0)
+    weights, ids = select(backend).route(logits, None, 2, "sigmoid", 2, 1, 2, False, 1.0)
     assert ids.tolist() == [[3, 4]]
     assert weights[0].tolist() == pytest.approx([0.6, 0.55], rel=1e-5)
 
@@ -42,14 +42,14 @@ def test_groups_by_hand(backend, device):
 def test_equal_scores_go_to_the_lower_id(backend, device):
     logits = torch.zeros(70, 256, device=device)
     logits[:, 200] = 1.0
-    _, ids = select(backend).route(logits, None, 4, "sigmoid", 1, 1, True, 1.0)
+    _, ids = select(backend).route(logits, None, 4, "sigmoid", 1, 1, 2, True, 1.0)
     assert ids.tolist() == [[200, 0, 1, 2]] * 70
 
 
 @on_backends
 def test_softmax_weights_of_all_experts_sum_to_one(backend, device):
     logits = randn(generator(1), 5, 8).to(device)
-    weights, ids = select(backend).route(logits, None, 8, "softmax", 1, 1, False, 1.0)
+    weights, ids = select(backend).route(logits, None, 8, "softmax", 1, 1, 2, False, 1.0)
     assert_near(weights.sum(-1).cpu(), torch.ones(5), 1e-6, "sum")
     assert [sorted(row) for row in ids.tolist()] == [list(range(8))] * 5
 

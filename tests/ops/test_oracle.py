@@ -95,7 +95,7 @@ def test_router(groups):
         router.e_score_correction_bias.copy_(randn(gen, 8) * 0.3)
         logits, expected_weights, expected_ids = router(randn(gen, 20, 32))
     bias = router.e_score_correction_bias
-    weights, ids = reference.route(logits, bias, 3, "sigmoid", *groups, True, 2.446)
+    weights, ids = reference.route(logits, bias, 3, "sigmoid", *groups, 2, True, 2.446)
     order = expected_ids.argsort(dim=-1)  # transformers leaves the order of the chosen open
     own_order = ids.argsort(dim=-1)
     assert torch.equal(ids.gather(1, own_order).long(), expected_ids.gather(1, order))

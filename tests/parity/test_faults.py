@@ -67,7 +67,7 @@ def output_gate_sign(patch: Patch, engine: Engine) -> None:
 def expert_scale(patch: Patch, engine: Engine) -> None:
     """Of one expert's weights, 1 %."""
     model: Any = engine._core.runner.model
-    model._layers[EXPERT_LAYER].feed_forward.w2[3] *= 1.01
+    model.decoder.layers[EXPERT_LAYER].feed_forward.w2[3] *= 1.01
 
 
 def conv_tap_order(patch: Patch, engine: Engine) -> None:
@@ -108,7 +108,7 @@ class Forgetful:
 
 
 def state_zeroed(patch: Patch, engine: Engine) -> None:
-    layers = engine._core.runner.model._layers  # type: ignore[attr-defined]  # of the concrete class
+    layers = engine._core.runner.model.decoder.layers  # type: ignore[attr-defined]  # of the concrete class
     layers[STATE_LAYER] = dataclasses.replace(layers[STATE_LAYER], mixer=Forgetful(layers[STATE_LAYER].mixer))
 
 

@@ -96,7 +96,7 @@ def test_changed_models_compute_what_the_unchanged_one_does_in_float32() -> None
     for variant in (Variant(), Variant(has_recurrent_prefill=True, has_expanded_decode=True)):
         with loaded("builtin", variant, "cpu", "portable") as engine:
             inner: Any = engine._core.runner.model
-            mixers = [layer.mixer for layer in inner._layers]
+            mixers = [layer.mixer for layer in inner.decoder.layers]
             assert sum(isinstance(mixer, ExpandedMla) for mixer in mixers) == 2 * variant.has_expanded_decode
             [found] = EngineSource(engine).complete([PROMPT], max_tokens=4, ignore_eos=True)
             steps.append(found)

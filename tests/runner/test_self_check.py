@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from deltafold.ops import Ops, select
 from deltafold.runner.self_check import checked_ops
 
 SPECS = [LayerSpec(recurrent_shape=(4, 16, 24), conv_shape=(2 * 2 * 16 + 4 * 24, 3)), LayerSpec(latent_dim=8)]
+BY_HEAD = [replace(SPECS[0], decays_by_head=True)]
 CPU = torch.device("cpu")
 
 
@@ -25,9 +27,23 @@ def changed(name: str, change: Any) -> Ops:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["portable", "reference"])
-def test_right_ops_are_kept(backend: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("specs", [SPECS, BY_HEAD])
+def test_right_ops_are_kept(backend: str, dtype: torch.dtype, specs: list[LayerSpec]) -> None:
     ops = select(backend)
-    assert checked_ops(ops, SPECS, dtype, CPU) == (ops, [])
+    assert checked_ops(ops, specs, dtype, CPU) == (ops, [])
+
+
+def wrong_by_head(op: Any) -> Any:
+    """Right unless there is one decay a head."""
+    return lambda *args: op(*args) * (1.05 if args[3].dim() == 2 else 1.0)
+
+
+def test_the_decay_s_own_shape_is_checked() -> None:
+    """A kernel wrong for one decay a head is kept for a model that has one a row."""
+    wrong = changed("delta_prefill", wrong_by_head)
+    assert checked_ops(wrong, SPECS, torch.float32, CPU) == (wrong, [])
+    with pytest.warns(DeltafoldWarning, match="delta_prefill is off by"):
+        assert checked_ops(wrong, BY_HEAD, torch.float32, CPU)[1] == ["delta_prefill"]
 
 
 def scaled_output(op: Any) -> Any:

@@ -683,6 +683,32 @@ def test_a_schedule_that_raises_leaves_nothing_half_done(call: int, monkeypatch:
     ]
 
 
+@pytest.mark.parametrize(("is_enabled", "expected"), [(False, [1500]), (True, [128] * 11 + [92])])
+def test_chunks_end_for_snapshots_only_if_there_are_any(is_enabled: bool, expected: list[int]) -> None:
+    bench = Bench(Sizes(interval=128, budget=2048, is_enabled=is_enabled))
+    bench.add(tokens(1500), 1)
+    bench.run()
+    assert [output.scheduled[0].num_scheduled_tokens for output in bench.memory.outputs] == expected
+
+
+@pytest.mark.parametrize("seed", [0, 2, 7, 8, 9, 11])  # the end token comes after some decodes
+def test_what_a_session_keeps_is_of_the_tokens_it_says_when_its_end_is_not_foreseen(seed: int) -> None:
+    """The step after an end token may be on its way already: it must not be in the state that is kept."""
+    bench = Bench(Sizes(host_memory=10**6, runs_ahead=True, is_enabled=False, max_snapshots=0))
+    prompt = tokens(20, seed)
+    request = bench.request(prompt, 40)
+    request.end_token_ids = frozenset({3})
+    request.keeps_state = True
+    bench.core.add(request)
+    while bench.core.has_work:
+        bench.core.step()
+    assert 2 < request.num_output_tokens < 40
+    assert request.output_token_ids[-1] == 3
+    assert request.saved is not None
+    kept = bench.memory.host_states[request.saved.host_id]
+    assert kept == bench.memory.history(request)[request.saved.num_tokens]
+
+
 def start_session(bench: Bench, prompt: Sequence[int], num_tokens: int) -> FakeSession:
     session = FakeSession(bench)
     bench.sessions.append(session)

@@ -37,6 +37,13 @@ class LayerSpec:
     recurrent_shape: tuple[int, ...] = ()  # (HV, K, V), float32
     conv_shape: tuple[int, ...] = ()  # (D, W - 1), compute dtype
     latent_dim: int = 0  # R + P values a token, compute dtype
+    kv_shape: tuple[int, ...] = ()  # (HK, K): of a token's keys and of its values, compute dtype
+    decays_by_head: bool = False  # whether the state has one decay a head instead of one a row: other kernels
+
+    @property
+    def values_per_token(self) -> int:
+        """Values that one token adds to a block."""
+        return self.latent_dim + 2 * math.prod(self.kv_shape) * bool(self.kv_shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,8 @@ class LayerCache:
     recurrent_state: Tensor | None  # [S, HV, K, V] float32
     conv_state: Tensor | None  # [S, D, W - 1] compute dtype
     latent_cache: Tensor | None  # [num_blocks, BLOCK_SIZE, R + P] compute dtype
+    key_cache: Tensor | None = None  # [num_blocks, BLOCK_SIZE, HK, K] compute dtype
+    value_cache: Tensor | None = None  # [num_blocks, BLOCK_SIZE, HK, K] compute dtype
 
     def slot_tensors(self) -> list[tuple[str, Tensor]]:
         """Pools indexed by state slot, with their names."""
@@ -54,7 +63,12 @@ class LayerCache:
 
     def block_tensors(self) -> list[tuple[str, Tensor]]:
         """Pools indexed by block, with their names."""
-        return [] if self.latent_cache is None else [("latent_cache", self.latent_cache)]
+        named = [
+            ("latent_cache", self.latent_cache),
+            ("key_cache", self.key_cache),
+            ("value_cache", self.value_cache),
+        ]
+        return [(name, tensor) for name, tensor in named if tensor is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +109,7 @@ def bytes_per_slot(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
 
 def bytes_per_block(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
     """Bytes of one block over all layers."""
-    return sum(spec.latent_dim for spec in specs) * BLOCK_SIZE * dtype.itemsize
+    return sum(spec.values_per_token for spec in specs) * BLOCK_SIZE * dtype.itemsize
 
 
 def plan_memory(
@@ -112,7 +126,8 @@ def plan_memory(
 
     One request can always reach `max_model_len` alone. There are `max_num_seqs` slots, or as many as fit, with a
     DeltafoldWarning that states the number. Up to `max_snapshots` further slots take at most SNAPSHOT_SHARE of what
-    the running requests' slots leave. More blocks than all running requests could fill are planned only with snapshots.
+    the running requests' slots leave; a model without state has none. More blocks than all running requests could fill
+    are planned only with `max_snapshots`.
 
     Raises:
         CapacityError: with the bytes needed and the budget, if not even one request fits.
@@ -131,11 +146,14 @@ def plan_memory(
         message = f"max_num_seqs reduced from {max_num_seqs} to {num_slots}: more state slots do not fit {budget} bytes"
         warnings.warn(message, DeltafoldWarning, stacklevel=2)
     rest = budget - num_slots * slot
-    num_snapshots = max_snapshots
+    num_cached = num_snapshots = max_snapshots
     if slot > 0:
         num_snapshots = min(max_snapshots, min(int(rest * SNAPSHOT_SHARE), rest - wanted * block) // slot)
         rest -= num_snapshots * slot
-    num_blocks = (num_slots + num_snapshots) * -(-(max_model_len or model_limit) // BLOCK_SIZE)
+        num_cached = num_snapshots
+    else:  # without state there is nothing to copy aside: cached blocks alone let a prompt start later
+        num_snapshots = 0
+    num_blocks = (num_slots + num_cached) * -(-(max_model_len or model_limit) // BLOCK_SIZE)
     if block > 0:
         num_blocks = min(num_blocks, rest // block)
     limit = max_model_len or min(model_limit, num_blocks * BLOCK_SIZE)
@@ -150,11 +168,16 @@ def allocate(
     def make(count: int, shape: tuple[int, ...], kind: torch.dtype) -> Tensor | None:
         return torch.empty((count, *shape), dtype=kind, device=device) if shape else None
 
+    def make_blocks(shape: tuple[int, ...]) -> Tensor | None:
+        return make(plan.num_blocks, (BLOCK_SIZE, *shape) if shape else (), dtype)
+
     return tuple(
         LayerCache(
             recurrent_state=make(plan.num_state_slots, spec.recurrent_shape, torch.float32),
             conv_state=make(plan.num_state_slots, spec.conv_shape, dtype),
-            latent_cache=make(plan.num_blocks, (BLOCK_SIZE, spec.latent_dim) if spec.latent_dim else (), dtype),
+            latent_cache=make_blocks((spec.latent_dim,) if spec.latent_dim else ()),
+            key_cache=make_blocks(spec.kv_shape),
+            value_cache=make_blocks(spec.kv_shape),
         )
         for spec in specs
     )

@@ -127,9 +127,15 @@ class ConfigReader:
             raise self.error(key, value, "must be a list of strings")
         return tuple(value)
 
-    def integers(self, key: str) -> tuple[int, ...]:
+    @overload
+    def integers(self, key: str) -> tuple[int, ...]: ...
+    @overload
+    def integers(self, key: str, *, default: _D) -> tuple[int, ...] | _D: ...
+    def integers(self, key: str, *, default: object = _REQUIRED) -> object:
         """A list of integers, each within +-MAX_INT."""
         value = self._value((key,))
+        if value is None and default is not _REQUIRED:
+            return default
         if not isinstance(value, list):
             raise self.error(key, value, "must be a list of integers")
         return tuple(self._checked_int(key, item, -MAX_INT, MAX_INT) for item in value)
@@ -152,6 +158,10 @@ class ConfigReader:
         if value is not None and (type(value) is not type(expected) or value != expected):
             shown = "null" if expected is None else repr(expected)
             raise self.error(key, value, f"is not supported, only {shown} is")
+
+    def skip(self, *keys: str) -> None:
+        """Counts keys as read whatever they say."""
+        self._read.update(keys)
 
     def refuse_unread(self, harmless: frozenset[str]) -> None:
         """Refuses every key that was not read, unless it is in `harmless` or says nothing (null, false or empty)."""

@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -40,13 +40,15 @@ class Init(enum.Enum):
 class Source:
     """One checkpoint tensor and where it goes in its destination.
 
-    `names` are alternatives (the hub's name first); exactly one must be there, of `checkpoint_shape`. The tensor is
-    viewed as the shape of `destination[index]` (same element count) and copied there.
+    `names` are alternatives (the hub's name first); exactly one must be there, of `checkpoint_shape`. The tensor, its
+    rows in the order of `row_order` if that is given (a permutation), is viewed as the shape of `destination[index]`
+    (same element count) and copied there.
     """
 
     names: tuple[str, ...]
     checkpoint_shape: tuple[int, ...]
     index: tuple[slice | int, ...] = ()
+    row_order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,9 @@ class TensorSpec:
     """One tensor of a loaded model, made of one or more checkpoint tensors.
 
     `dtype` None means the compute dtype; float32 parameters say so and keep the file's bytes. `split_axis` is the
-    axis along which the tensor is divided across devices, None if every device holds it whole.
+    axis along which the tensor is divided across devices, None if every device holds it whole. `other_sources` make
+    the tensor of a checkpoint in another layout; they count if one of them is there. `offset` is added to what the
+    file holds (a norm stored around zero); `init` draws the sum.
     """
 
     shape: tuple[int, ...]
@@ -62,18 +66,37 @@ class TensorSpec:
     dtype: torch.dtype | None = None
     split_axis: int | None = None
     init: Init = Init.LINEAR
+    other_sources: tuple[Source, ...] = ()
+    offset: float = 0.0
 
 
 ParameterTable = Mapping[str, TensorSpec]
 
 
+def also_named(table: ParameterTable, prefix: str, other_prefix: str) -> dict[str, TensorSpec]:
+    """`table` for checkpoints that may say `other_prefix` instead of `prefix` before a tensor's name."""
+
+    def extended(source: Source) -> Source:
+        others = tuple(other_prefix + name.removeprefix(prefix) for name in source.names if name.startswith(prefix))
+        return replace(source, names=source.names + others)
+
+    return {
+        key: replace(
+            spec,
+            sources=tuple(extended(source) for source in spec.sources),
+            other_sources=tuple(extended(source) for source in spec.other_sources),
+        )
+        for key, spec in table.items()
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class _Placement:
-    """One stored tensor and its place: `tensors[key][index]`."""
+    """One stored tensor and its place: `tensors[key][source.index]`."""
 
     stored: StoredTensor
     key: str
-    index: tuple[slice | int, ...]
+    source: Source
 
 
 @dataclass(slots=True)
@@ -134,10 +157,13 @@ def load_tensors(
     problems: list[str] = []
     with TensorReader(max((placement.stored.num_bytes for placement in placements), default=0)) as reader:
         for placement in placements:
-            destination = tensors[placement.key][placement.index]
+            source = placement.source
+            destination = tensors[placement.key][source.index]
             staged = reader.read(placement.stored)
             problem = _value_problem(staged, destination.dtype)
             if problem is None:
+                if source.row_order is not None:
+                    staged = staged.view(source.checkpoint_shape)[list(source.row_order)]
                 destination.copy_(staged.view(destination.shape))
             else:
                 problems.append(f"{placement.stored.name} {problem}")
@@ -146,6 +172,9 @@ def load_tensors(
                 on_progress(done, total)
     if problems:
         raise WeightsError(f"{folder}: {'; '.join(problems)}")
+    for key, spec in table.items():
+        if spec.offset:
+            tensors[key].add_(spec.offset)
     return tensors
 
 
@@ -158,7 +187,8 @@ def _plan(
     used: set[str] = set()
     for key, spec in table.items():
         _check_table(key, spec, report)
-        for source in spec.sources:
+        is_other = any(name in stored for source in spec.other_sources for name in source.names)
+        for source in spec.other_sources if is_other else spec.sources:
             present = [name for name in source.names if name in stored]
             used.update(present)
             if not present:
@@ -166,7 +196,7 @@ def _plan(
             elif len(present) > 1:
                 report.ambiguous.append(" and ".join(present))
             else:
-                placements.append(_Placement(stored[present[0]], key, source.index))
+                placements.append(_Placement(stored[present[0]], key, source))
                 _check_stored(stored[present[0]], source, report)
     ignored = [re.compile(pattern) for pattern in ignore]
     for name in stored:
@@ -180,10 +210,14 @@ def _plan(
 def _check_table(key: str, spec: TensorSpec, report: _Report) -> None:
     """The sources must fill the tensor: what no source covers would be whatever the memory held."""
     destination = torch.empty(spec.shape, device="meta")
-    sizes = [math.prod(source.checkpoint_shape) for source in spec.sources]
-    places = [destination[source.index].numel() for source in spec.sources]
-    if sizes != places or sum(sizes) != destination.numel():
-        report.wrong_table.append(f"{key} {list(spec.shape)} from sources of {sizes} values in places of {places}")
+    for sources in (spec.sources, spec.other_sources) if spec.other_sources else (spec.sources,):
+        sizes = [math.prod(source.checkpoint_shape) for source in sources]
+        places = [destination[source.index].numel() for source in sources]
+        if sizes != places or sum(sizes) != destination.numel():
+            report.wrong_table.append(f"{key} {list(spec.shape)} from sources of {sizes} values in places of {places}")
+        for source in sources:
+            if source.row_order is not None and sorted(source.row_order) != list(range(source.checkpoint_shape[0])):
+                report.wrong_table.append(f"{key}: row_order of {source.names[0]} is no permutation")
 
 
 def _check_stored(tensor: StoredTensor, source: Source, report: _Report) -> None:

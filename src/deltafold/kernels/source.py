@@ -9,16 +9,13 @@ import ast
 import hashlib
 import importlib
 import io
+import pkgutil
 import tokenize
 
 import triton.language as tl
 from triton.runtime.jit import JITCallable, JITFunction
 
-OP_MODULES = (
-    "attention", "conv", "delta_chunked", "delta_recurrent", "gate", "gated_norm", "latent", "linear", "moe", "norm",
-    "prefill", "router",
-)  # fmt: skip
-"""Modules of `ops.triton` with kernels."""
+from deltafold.ops import triton as triton_ops
 
 TEXT = "text "
 """Starts the digest of a function among constants."""
@@ -29,8 +26,8 @@ _SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER}
 def all_kernels() -> dict[str, JITFunction]:
     """The kernels and jit functions of the GPU backend, by module and name."""
     found = {}
-    for name in OP_MODULES:
-        module = importlib.import_module(f"deltafold.ops.triton.{name}")
+    for name in [module.name for module in pkgutil.iter_modules(triton_ops.__path__)]:
+        module = importlib.import_module(f"{triton_ops.__name__}.{name}")
         for value in vars(module).values():
             if isinstance(value, JITFunction) and value.__module__ == module.__name__:
                 found[kernel_name(value)] = value

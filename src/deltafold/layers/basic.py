@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,22 @@ from deltafold.checkpoint.weights import Init, Source, TensorSpec
 from deltafold.ops import Ops
 
 
+class NormSpec(Protocol):
+    """How a model's norms are stored."""
+
+    def __call__(self, name: str, size: int) -> TensorSpec:
+        """The entry of a norm's weight [size]."""
+
+
 def norm_spec(name: str, size: int) -> TensorSpec:
     """A norm's weight [size]."""
     return TensorSpec((size,), (Source((name,), (size,)),), init=Init.ONES)
+
+
+def zero_centered_norm_spec(name: str, size: int) -> TensorSpec:
+    """A norm's weight [size] that the checkpoint has as its distance from 1. It is float32: that distance is small,
+    and bfloat16 has more digits for it than for the sum."""
+    return TensorSpec((size,), (Source((name,), (size,)),), torch.float32, init=Init.ONES, offset=1.0)
 
 
 def fused_rows_spec(parts: Sequence[tuple[tuple[str, ...], int]], columns: int, split_axis: int | None) -> TensorSpec:

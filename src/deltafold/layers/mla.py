@@ -1,4 +1,4 @@
-"""Multi-head latent attention without rotation: one cached row `[kv_c | k_pe]` a token, for all heads.
+"""Multi-head latent attention, with or without rotation: one cached row `[kv_c | k_pe]` a token, for all heads.
 
 Decode attends over the latent rows themselves (`W_UK` absorbed into the query, `W_UV` applied after); prefill expands
 them. Both read what `latent_store` wrote in this step, so context and new tokens are treated alike.
@@ -17,6 +17,7 @@ from deltafold.checkpoint.config import MlaConfig
 from deltafold.checkpoint.weights import Source, TensorSpec
 from deltafold.layers.basic import fused_rows_spec, norm_spec
 from deltafold.layers.batch import ForwardBatch
+from deltafold.layers.rope import Rotary
 from deltafold.ops import Ops
 
 
@@ -25,6 +26,7 @@ class Mla:
     """One latent attention layer; H heads, R = kv_lora_rank, P = qk_rope_head_dim, V = v_head_dim."""
 
     config: MlaConfig
+    rotary: Rotary | None  # turns the last P values of each query, and k_pe
     in_proj: Tensor  # [H * (nope + P) or q_lora_rank, + R + P, D]
     q_norm: Tensor | None  # [q_lora_rank]
     q_b: Tensor | None  # [H * (nope + P), q_lora_rank]
@@ -60,9 +62,12 @@ class Mla:
         return table
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], prefix: str, config: MlaConfig) -> Mla:
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], prefix: str, config: MlaConfig, rotary: Rotary | None = None
+    ) -> Mla:
         return cls(
             config=config,
+            rotary=rotary,
             in_proj=tensors[f"{prefix}in_proj"],
             q_norm=tensors.get(f"{prefix}q_norm"),
             q_b=tensors.get(f"{prefix}q_b"),
@@ -84,6 +89,9 @@ class Mla:
             q = ops.linear(ops.rms_norm(q, self.q_norm, config.latent_norm_eps, x.dtype), self.q_b, x.dtype)
         q = q.view(-1, config.num_heads, config.qk_head_dim)  # [T, H, nope + P]
         kv_c = ops.rms_norm(kv_c, self.kv_norm, config.latent_norm_eps, x.dtype)
+        if self.rotary is not None:
+            self.rotary.turn(q[..., config.qk_nope_head_dim :], batch.positions, ops)
+            self.rotary.turn(k_pe.unsqueeze(1), batch.positions, ops)
         ops.latent_store(kv_c, k_pe, cache.latent_cache, batch.slot_mapping)
         outputs = []
         if batch.num_decodes:
@@ -111,4 +119,4 @@ class Mla:
 
     @property
     def _scale(self) -> float:
-        return float(self.config.qk_head_dim**-0.5)
+        return float(self.config.qk_head_dim**-0.5) * self.config.softmax_factor

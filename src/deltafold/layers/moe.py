@@ -1,4 +1,4 @@
-"""The mixture-of-experts feed-forward: router, routed experts, shared expert.
+"""The mixture-of-experts feed-forward: router, routed experts, shared experts.
 
 A shared expert as wide as a routed one is one more expert with weight 1 (the same sum, one launch less).
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltafold.checkpoint.config import MoeConfig
 from deltafold.checkpoint.weights import Init, Source, TensorSpec
-from deltafold.layers.basic import SwiGlu
+from deltafold.layers.basic import SwiGlu, fused_rows_spec
 from deltafold.ops import Ops
 
 
@@ -27,6 +27,9 @@ class MoeNames:
     up: str
     down: str
     shared: str
+    shared_gate: str | None = None
+    fused_gate_up: str | None = None  # all experts' gates above ups in one tensor [E, 2 * I, D], if it has that layout
+    fused_down: str | None = None  # [E, D, I]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class Moe:
     w13: Tensor  # [E or E + 1, 2 * I, D]
     w2: Tensor  # [E or E + 1, D, I]
     shared: SwiGlu | None
+    shared_gate: Tensor | None  # [1, D]: scales what `shared` gives by a sigmoid
 
     @staticmethod
     def table(prefix: str, layer: str, names: MoeNames, config: MoeConfig, hidden_size: int) -> dict[str, TensorSpec]:
@@ -64,8 +68,13 @@ class Moe:
         elif config.num_shared_experts > 1:
             width = config.num_shared_experts * I
             table |= SwiGlu.table(f"{prefix}shared.", [layer + names.shared], D, width)
-        table[f"{prefix}w13"] = TensorSpec((E, 2 * I, D), tuple(w13), split_axis=0)
-        table[f"{prefix}w2"] = TensorSpec((E, D, I), tuple(w2), split_axis=0)
+        elif config.gated_shared_size and names.shared_gate is not None:
+            table |= SwiGlu.table(f"{prefix}shared.", [layer + names.shared], D, config.gated_shared_size)
+            table[f"{prefix}shared_gate"] = fused_rows_spec([((layer + names.shared_gate,), 1)], D, None)
+        fused13 = () if names.fused_gate_up is None else (Source((layer + names.fused_gate_up,), (E, 2 * I, D)),)
+        fused2 = () if names.fused_down is None else (Source((layer + names.fused_down,), (E, D, I)),)
+        table[f"{prefix}w13"] = TensorSpec((E, 2 * I, D), tuple(w13), split_axis=0, other_sources=fused13)
+        table[f"{prefix}w2"] = TensorSpec((E, D, I), tuple(w2), split_axis=0, other_sources=fused2)
         return table
 
     @classmethod
@@ -76,7 +85,8 @@ class Moe:
             router_bias=tensors.get(f"{prefix}router_bias"),
             w13=tensors[f"{prefix}w13"],
             w2=tensors[f"{prefix}w2"],
-            shared=SwiGlu.from_tensors(tensors, f"{prefix}shared.") if config.num_shared_experts > 1 else None,
+            shared=SwiGlu.from_tensors(tensors, f"{prefix}shared.") if f"{prefix}shared.down" in tensors else None,
+            shared_gate=tensors.get(f"{prefix}shared_gate"),
         )
 
     def forward(self, x: Tensor, ops: Ops) -> Tensor:
@@ -92,7 +102,13 @@ class Moe:
             config.scoring,
             config.num_groups,
             config.top_k_groups,
+            config.best_per_group,
             config.renormalize,
             config.routed_scaling_factor,
         )
-        return y if self.shared is None else y + self.shared.forward(x, ops)
+        if self.shared is None:
+            return y
+        shared = self.shared.forward(x, ops)
+        if self.shared_gate is not None:
+            shared = ops.sigmoid_mul(shared, ops.linear(x, self.shared_gate, x.dtype))
+        return y + shared

@@ -6,7 +6,7 @@ A model is a parameter table plus a forward: `checkpoint/weights.py` fills the t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,10 @@ from deltafold.checkpoint.config import ModelConfig
 from deltafold.checkpoint.weights import ParameterTable
 from deltafold.errors import ConfigError
 from deltafold.layers.batch import ForwardBatch
+from deltafold.models.deepseek_v2 import DeepseekV2
 from deltafold.models.kimi_linear import KimiLinear
+from deltafold.models.qwen3_5 import Qwen35
+from deltafold.models.qwen3_next import Qwen3Next
 from deltafold.ops import Ops
 
 
@@ -25,6 +28,8 @@ class CausalLM(Protocol):
 
     config: ModelConfig
     ops: Ops
+    ignored_tensors: ClassVar[tuple[str, ...]]
+    """Regular expressions for the names of checkpoint tensors that the model has no use for."""
 
     @staticmethod
     def parameter_table(config: ModelConfig) -> ParameterTable:
@@ -46,7 +51,15 @@ class CausalLM(Protocol):
         """hidden [L, D] -> logits [L, vocab] float32."""
 
 
-ARCHITECTURES: Mapping[str, type[CausalLM]] = {"KimiLinearForCausalLM": KimiLinear}
+ARCHITECTURES: Mapping[str, type[CausalLM]] = {
+    "DeepseekV2ForCausalLM": DeepseekV2,
+    "KimiLinearForCausalLM": KimiLinear,
+    "Qwen3_5ForCausalLM": Qwen35,
+    "Qwen3_5ForConditionalGeneration": Qwen35,
+    "Qwen3_5MoeForCausalLM": Qwen35,
+    "Qwen3_5MoeForConditionalGeneration": Qwen35,
+    "Qwen3NextForCausalLM": Qwen3Next,
+}
 
 
 def model_class(architecture: str) -> type[CausalLM]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,15 +20,13 @@ from deltafold.checkpoint.config import (
     ModelConfig,
 )
 from deltafold.checkpoint.weights import Init, ParameterTable, Source, TensorSpec
-from deltafold.errors import ConfigError
-from deltafold.layers.basic import SwiGlu, embed, fused_rows_spec, norm_spec
+from deltafold.layers.basic import SwiGlu, fused_rows_spec, norm_spec
 from deltafold.layers.batch import ForwardBatch
+from deltafold.layers.decoder import Decoder, DecoderLayer, FeedForward, Mixer, needed
 from deltafold.layers.delta_rule import DeltaProjections, DeltaWeights, delta_attention
 from deltafold.layers.mla import Mla
 from deltafold.layers.moe import Moe, MoeNames
 from deltafold.ops import Ops
-
-_Part = TypeVar("_Part")
 
 MOE_NAMES = MoeNames(
     router="gate.weight",
@@ -121,51 +119,32 @@ class KimiDeltaAttention:
         return ops.linear(o.flatten(1), self.o_proj, x.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """`h += mixer(norm(h)); h += feed_forward(norm(h))`; the norms live in the model's loop, fused with the adds."""
-
-    input_norm: Tensor  # [D]
-    post_norm: Tensor  # [D]
-    mixer: KimiDeltaAttention | Mla
-    feed_forward: SwiGlu | Moe
-
-
 class KimiLinear:
     """KimiLinearForCausalLM."""
+
+    ignored_tensors: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, config: ModelConfig, tensors: Mapping[str, Tensor], ops: Ops, residual_dtype: torch.dtype
     ) -> None:
         self.config = config
         self.ops = ops
-        self._residual_dtype = residual_dtype
-        self._embed_tokens = tensors["model.embed_tokens.weight"]
-        self._norm = tensors["model.norm.weight"]
-        self._lm_head = tensors.get("lm_head.weight", self._embed_tokens)
-        self._layers = [self._layer(i, tensors) for i in range(config.num_hidden_layers)]
+        layers = [_layer(i, config, tensors) for i in range(config.num_hidden_layers)]
+        self.decoder = Decoder.of(config, tensors, residual_dtype, layers)
 
     @staticmethod
     def parameter_table(config: ModelConfig) -> ParameterTable:
-        D, vocab = config.hidden_size, config.vocab_size
-        vocab_parts = (("model.embed_tokens.weight",), vocab)
-        table = {
-            "model.embed_tokens.weight": fused_rows_spec([vocab_parts], D, 0),
-            "model.norm.weight": norm_spec("model.norm.weight", D),
-        }
-        if not config.tie_word_embeddings:
-            table["lm_head.weight"] = fused_rows_spec([(("lm_head.weight",), vocab)], D, 0)
+        D = config.hidden_size
+        table = Decoder.table(config, norm_spec)
         for i, (layer_type, mlp_type) in enumerate(zip(config.layer_types, config.mlp_types, strict=True)):
             prefix = f"model.layers.{i}."
-            for norm in ("input_layernorm", "post_attention_layernorm"):
-                table[f"{prefix}{norm}"] = norm_spec(f"{prefix}{norm}.weight", D)
             if layer_type is LayerType.LINEAR_ATTENTION:
-                linear = _needed(config.linear_attention, "linear attention")
+                linear = needed(config.linear_attention, "linear attention")
                 table |= KimiDeltaAttention.table(f"{prefix}self_attn.", linear, D)
             else:
-                table |= Mla.table(f"{prefix}self_attn.", _needed(config.mla, "latent attention"), D)
+                table |= Mla.table(f"{prefix}self_attn.", needed(config.mla, "latent attention"), D)
             if mlp_type is MlpType.SPARSE:
-                moe = _needed(config.moe, "expert")
+                moe = needed(config.moe, "expert")
                 table |= Moe.table(f"{prefix}moe.", f"{prefix}block_sparse_moe.", MOE_NAMES, moe, D)
             else:
                 # transformers 5.24 files the dense layer under `block_sparse_moe.`; the hub under `mlp.`.
@@ -176,59 +155,30 @@ class KimiLinear:
     @staticmethod
     def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
         return tuple(
-            KimiDeltaAttention.spec(_needed(config.linear_attention, "linear attention"))
+            KimiDeltaAttention.spec(needed(config.linear_attention, "linear attention"))
             if kind is LayerType.LINEAR_ATTENTION
-            else Mla.spec(_needed(config.mla, "latent attention"))
+            else Mla.spec(needed(config.mla, "latent attention"))
             for kind in config.layer_types
         )
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Tensor:
-        """Final hidden states [L, D] of the tokens `batch.logits_indices`; updates the caches in place."""
-        ops, eps, dtype = self.ops, self.config.rms_norm_eps, self._embed_tokens.dtype
-        residual = embed(batch.token_ids, self._embed_tokens, self._residual_dtype)  # [T, D]
-        x = ops.rms_norm(residual, self._layers[0].input_norm, eps, dtype)
-        last = len(self._layers) - 1
-        for i, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
-            x = layer.mixer.forward(x, batch, cache, ops)
-            if (
-                i == last and batch.logits_indices is not None
-            ):  # from here on only the rows whose logits are wanted matter
-                x, residual = x[batch.logits_indices], residual[batch.logits_indices]
-                if x.shape[0] == 0:
-                    break
-            x = ops.add_rms_norm(x, residual, layer.post_norm, eps, dtype)
-            x = layer.feed_forward.forward(x, ops)
-            next_norm = self._norm if i == last else self._layers[i + 1].input_norm
-            x = ops.add_rms_norm(x, residual, next_norm, eps, dtype)
-        return x
+        return self.decoder.forward(batch, caches, self.ops)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [L, D] -> logits [L, vocab] float32."""
-        return self.ops.linear(hidden, self._lm_head, torch.float32)
-
-    def _layer(self, i: int, tensors: Mapping[str, Tensor]) -> DecoderLayer:
-        config = self.config
-        prefix = f"model.layers.{i}."
-        mixer: KimiDeltaAttention | Mla
-        if config.layer_types[i] is LayerType.LINEAR_ATTENTION:
-            linear = _needed(config.linear_attention, "linear attention")
-            mixer = KimiDeltaAttention.from_tensors(tensors, f"{prefix}self_attn.", linear, config.rms_norm_eps)
-        else:
-            mixer = Mla.from_tensors(tensors, f"{prefix}self_attn.", _needed(config.mla, "latent attention"))
-        feed_forward: SwiGlu | Moe
-        if config.mlp_types[i] is MlpType.SPARSE:
-            feed_forward = Moe.from_tensors(tensors, f"{prefix}moe.", _needed(config.moe, "expert"))
-        else:
-            feed_forward = SwiGlu.from_tensors(tensors, f"{prefix}mlp.")
-        return DecoderLayer(
-            input_norm=tensors[f"{prefix}input_layernorm"],
-            post_norm=tensors[f"{prefix}post_attention_layernorm"],
-            mixer=mixer,
-            feed_forward=feed_forward,
-        )
+        return self.decoder.logits(hidden, self.ops)
 
 
-def _needed(part: _Part | None, name: str) -> _Part:
-    if part is None:
-        raise ConfigError(f"a layer needs the {name} fields, and config.json has none")
-    return part
+def _layer(i: int, config: ModelConfig, tensors: Mapping[str, Tensor]) -> DecoderLayer:
+    prefix = f"model.layers.{i}."
+    mixer: Mixer
+    if config.layer_types[i] is LayerType.LINEAR_ATTENTION:
+        linear = needed(config.linear_attention, "linear attention")
+        mixer = KimiDeltaAttention.from_tensors(tensors, f"{prefix}self_attn.", linear, config.rms_norm_eps)
+    else:
+        mixer = Mla.from_tensors(tensors, f"{prefix}self_attn.", needed(config.mla, "latent attention"))
+    feed_forward: FeedForward
+    if config.mlp_types[i] is MlpType.SPARSE:
+        feed_forward = Moe.from_tensors(tensors, f"{prefix}moe.", needed(config.moe, "expert"))
+    else:
+        feed_forward = SwiGlu.from_tensors(tensors, f"{prefix}mlp.")
+    return DecoderLayer.of(tensors, prefix, mixer, feed_forward)

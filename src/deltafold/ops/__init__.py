@@ -230,14 +230,15 @@ class Ops(Protocol):
         scoring: Scoring,
         num_groups: int,
         top_k_groups: int,
+        best_per_group: int,
         renormalize: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
         """Chooses `top_k` experts a token and their weights, in float32.
 
         `s = scoring(logits)`; the choice goes by `s + bias` (restricted, if num_groups > 1, to the `top_k_groups`
-        groups of consecutive experts with the largest sum of their two best choice scores); the weights are the
-        *unbiased* s of the chosen, divided by (their sum + 1e-20) if `renormalize`, times `scale`.
+        groups of consecutive experts with the largest sum of their `best_per_group`, 1 or 2, best choice scores); the
+        weights are the *unbiased* s of the chosen, divided by (their sum + 1e-20) if `renormalize`, times `scale`.
 
         logits [T, E] float32; bias [E] float32 or None. Returns weights [T, top_k] float32, ids [T, top_k] int32,
         best choice score first, lower id first among equals.
@@ -261,6 +262,7 @@ class Ops(Protocol):
         scoring: Scoring,
         num_groups: int,
         top_k_groups: int,
+        best_per_group: int,
         renormalize: bool,
         scale: float,
     ) -> Tensor:
@@ -269,6 +271,55 @@ class Ops(Protocol):
 
         x [T, D]; logits [T, E]; w13 [E + shared, 2 * I, D]; w2 [E + shared, D, I]; the others as for `route`.
         Returns [T, D] in x's dtype.
+        """
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """`x * sigmoid(gate)` in float32, returned in x's dtype. x [T, D]; gate [T, D] or [T, 1]."""
+
+    def rotary(
+        self, heads: Tensor, positions: Tensor, inverse_frequencies: Tensor, factor: float, is_interleaved: bool
+    ) -> None:
+        """In place: turns the first 2 * F values of every head by the token's position, in float32.
+
+        Pair i (values 2i and 2i + 1 if `is_interleaved`, else i and i + F) turns by the angle
+        `positions[t] * inverse_frequencies[i]`, itself a float32 product: `(a, b)` becomes
+        `factor * (a cos - b sin, b cos + a sin)`. What lies beyond 2 * F stays.
+
+        heads [T, H, K], of any strides; positions [T] int64; inverse_frequencies [F] float32.
+        """
+
+    def kv_store(self, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+        """In place: row `slot_mapping[t]` of the caches (block = slot // block_size) becomes `k[t]` and `v[t]`.
+
+        k [T, HK, K]; v [T, HK, V]; key_cache [num_blocks, block_size, HK, K] and value_cache [.., HK, V], HK the
+        number of key/value heads; slot_mapping [T] int64, PAD_SLOT rows are skipped.
+        """
+
+    def gqa_prefill(
+        self,
+        q: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Causal attention of each request's new tokens over its whole context in the paged caches.
+
+        The new tokens are the last of `seq_lens[i]` tokens and already stored. Head h reads key/value head
+        `h // (H // HK)`; softmax over `scale * q . k` in float32.
+
+        q [T, H, K]; caches as for `kv_store`; seq_lens [N] int32 (0 for a padded row); block_table [N, max_blocks]
+        int32. Returns [T, H, V] in q's dtype.
+        """
+
+    def gqa_decode(
+        self, q: Tensor, key_cache: Tensor, value_cache: Tensor, seq_lens: Tensor, block_table: Tensor, scale: float
+    ) -> Tensor:
+        """`gqa_prefill` of one token a request; a padded row's output (seq_lens 0) is zero.
+
+        q [N, H, K]; the others as for `gqa_prefill`. Returns [N, H, V] in q's dtype.
         """
 
     def linear(self, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -242,6 +242,7 @@ def route(
     scoring: Scoring,
     num_groups: int,
     top_k_groups: int,
+    best_per_group: int,
     renormalize: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -254,7 +255,9 @@ def route(
     group_size = E // num_groups
     for t in range(T):
         row = choice[t].tolist()
-        group_scores = [sum(sorted(row[n * group_size : (n + 1) * group_size])[-2:]) for n in range(num_groups)]
+        group_scores = [
+            sum(sorted(row[n * group_size : (n + 1) * group_size])[-best_per_group:]) for n in range(num_groups)
+        ]
         groups = sorted(range(num_groups), key=lambda n: -group_scores[n])[:top_k_groups]
         candidates = [e for e in range(E) if num_groups == 1 or e // group_size in groups]
         chosen = sorted(candidates, key=lambda e: -row[e])[:top_k]
@@ -292,16 +295,79 @@ def routed_experts(
     scoring: Scoring,
     num_groups: int,
     top_k_groups: int,
+    best_per_group: int,
     renormalize: bool,
     scale: float,
 ) -> Tensor:
     """See `Ops.routed_experts`."""
     T, E = logits.shape
-    weights, ids = route(logits, bias, top_k, scoring, num_groups, top_k_groups, renormalize, scale)
+    weights, ids = route(logits, bias, top_k, scoring, num_groups, top_k_groups, best_per_group, renormalize, scale)
     for shared in range(E, w13.shape[0]):
         weights = torch.cat([weights, torch.ones(T, 1, device=x.device)], dim=1)
         ids = torch.cat([ids, torch.full((T, 1), shared, dtype=torch.int32, device=x.device)], dim=1)
     return grouped_experts(x, w13, w2, weights, ids)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """See `Ops.sigmoid_mul`."""
+    return (x.float() * torch.sigmoid(gate.float())).to(x.dtype)
+
+
+def rotary(heads: Tensor, positions: Tensor, inverse_frequencies: Tensor, factor: float, is_interleaved: bool) -> None:
+    """See `Ops.rotary`; writes `heads`."""
+    F = inverse_frequencies.shape[0]
+    for t, position in enumerate(positions.tolist()):
+        for i in range(F):
+            angle = torch.tensor(float(position)) * inverse_frequencies[i].float()
+            cos, sin = factor * torch.cos(angle), factor * torch.sin(angle)
+            a, b = (2 * i, 2 * i + 1) if is_interleaved else (i, i + F)
+            first, second = heads[t, :, a].float().clone(), heads[t, :, b].float().clone()
+            heads[t, :, a] = (first * cos - second * sin).to(heads.dtype)
+            heads[t, :, b] = (second * cos + first * sin).to(heads.dtype)
+
+
+def kv_store(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """See `Ops.kv_store`; writes both caches."""
+    block_size = key_cache.shape[1]
+    for t, slot in enumerate(slot_mapping.tolist()):
+        if slot != PAD_SLOT:
+            key_cache[slot // block_size, slot % block_size] = k[t].to(key_cache.dtype)
+            value_cache[slot // block_size, slot % block_size] = v[t].to(value_cache.dtype)
+
+
+def gqa_prefill(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scale: float,
+) -> Tensor:
+    """See `Ops.gqa_prefill`."""
+    H, HK = q.shape[1], key_cache.shape[2]
+    out = torch.zeros(*q.shape[:2], value_cache.shape[3], dtype=q.dtype, device=q.device)
+    starts = query_start_loc.tolist()
+    for i, length in enumerate(seq_lens.tolist()):
+        if length == 0:
+            continue
+        keys = _context(key_cache, block_table[i], length)  # [length, HK, K]
+        values = _context(value_cache, block_table[i], length)
+        for h in range(H):
+            hk = h // (H // HK)
+            for t in range(starts[i], starts[i + 1]):
+                visible = length - (starts[i + 1] - 1 - t)
+                weights = torch.softmax(scale * (keys[:visible, hk] @ q[t, h].float()), dim=0)
+                out[t, h] = (weights @ values[:visible, hk]).to(q.dtype)
+    return out
+
+
+def gqa_decode(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, seq_lens: Tensor, block_table: Tensor, scale: float
+) -> Tensor:
+    """See `Ops.gqa_decode`."""
+    query_start_loc = torch.arange(q.shape[0] + 1, dtype=torch.int32)
+    return gqa_prefill(q, key_cache, value_cache, query_start_loc, seq_lens, block_table, scale)
 
 
 def linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -323,8 +389,8 @@ def _live_requests(query_start_loc: Tensor, state_slots: Tensor) -> list[tuple[i
     return [(i, slot, starts[i], starts[i + 1]) for i, slot in enumerate(state_slots.tolist()) if slot != PAD_SLOT]
 
 
-def _context(latent_cache: Tensor, blocks: Tensor, length: int) -> Tensor:
-    """The first `length` rows of one request's blocks, [length, R + P] float32."""
-    block_size = latent_cache.shape[1]
-    rows = [latent_cache[int(blocks[n // block_size]), n % block_size] for n in range(length)]
+def _context(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
+    """The first `length` rows of one request's blocks, [length, ...] float32."""
+    block_size = cache.shape[1]
+    rows = [cache[int(blocks[n // block_size]), n % block_size] for n in range(length)]
     return torch.stack(rows).float()

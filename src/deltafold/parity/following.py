@@ -14,7 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltafold.parity.recording import POOLS, Call, inputs_of, kept, outputs_of, pool, pool_rows, weights_of, written_of
+from deltafold.parity.recording import (
+    POOLS,
+    WRITTEN,
+    Call,
+    inputs_of,
+    kept,
+    outputs_of,
+    pool,
+    pool_rows,
+    weights_of,
+    written_of,
+)
 
 ACTIVATIONS = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 """Largest error of an activation, relative to its root mean square, by the engine's dtype; see `docs/numerics.md`."""
@@ -155,7 +166,7 @@ def _replace(arguments: dict[str, Any], values: dict[str, Tensor], *, is_written
     for name, value in values.items():
         if name in POOLS:
             pool(name, arguments[name])[pool_rows(name, arguments, is_written=is_written)] = value
-        elif name == "residual":
+        elif name in WRITTEN:
             arguments[name].copy_(value)
         else:
             arguments[name] = kept(value)

@@ -12,13 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WEIGHTS = frozenset({"weight", "conv_weight", "norm_weight", "A_log", "dt_bias", "kv_b", "bias", "w13", "w2"})
-"""Arguments of ops that come from the checkpoint."""
+WEIGHTS = frozenset(
+    {"weight", "conv_weight", "norm_weight", "A_log", "dt_bias", "kv_b", "bias", "w13", "w2", "inverse_frequencies"}
+)
+"""Arguments of ops that come from the checkpoint or its configuration."""
 
-POOLS = ("conv_state", "recurrent_state", "latent_cache")
+PAGED = ("latent_cache", "key_cache", "value_cache")
+"""Pools by token, in blocks."""
+
+POOLS = ("conv_state", "recurrent_state", *PAGED)
 """Arguments of which a call reads and writes some rows in place."""
 
-WRITTEN = ("residual", *POOLS)
+WRITTEN = ("residual", "heads", *POOLS)
 """Arguments that ops write in place."""
 
 
@@ -98,13 +103,13 @@ def outputs_of(result: Any) -> tuple[Tensor, ...]:
 
 
 def pool(name: str, value: Tensor) -> Tensor:
-    """A pool as rows: by state slot, or by token of the latent cache."""
-    return value.flatten(0, 1) if name == "latent_cache" else value
+    """A pool as rows: by state slot, or by token of a paged cache."""
+    return value.flatten(0, 1) if name in PAGED else value
 
 
 def pool_rows(name: str, arguments: Mapping[str, Any], *, is_written: bool) -> Tensor:
     """The rows of `pool` that a call reads or writes, int64."""
-    if name != "latent_cache":
+    if name not in PAGED:
         slots: Tensor = arguments["state_slots"].long()
         return slots[slots >= 0] if is_written else slots[(slots >= 0) & arguments["has_initial_state"]]
     device = arguments[name].device

@@ -120,7 +120,13 @@ def _follow(
 ) -> None:
     """The reference backend on the checkpoint's own weights in float32."""
     config, kind = traced.model.config, type(traced.model)
-    tensors = load_tensors(traced.folder, kind.parameter_table(config), compute_dtype=torch.float32, device=CPU)
+    tensors = load_tensors(
+        traced.folder,
+        kind.parameter_table(config),
+        compute_dtype=torch.float32,
+        device=CPU,
+        ignore=kind.ignored_tensors,
+    )
     model = observed(kind(config, tensors, select(Backend.REFERENCE), torch.float32), follower)
     caches = _caches(traced.model, len(token_ids), torch.float32, CPU)
     start = 0

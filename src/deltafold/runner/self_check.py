@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deltafold.cache.memory import LayerSpec
 from deltafold.errors import DeltafoldWarning
-from deltafold.ops import Backend, Ops, select
+from deltafold.ops import Activation, Backend, Ops, select
 
 NUM_TOKENS = 130
 """Two whole chunks and a part of one."""
@@ -51,9 +51,9 @@ def check_cases(
     specs: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, tuple[int, ...], Case]]:
     """Op, state shape [HV, K, V] and case, for each shape among the layers."""
-    shapes = {(spec.recurrent_shape, spec.conv_shape) for spec in specs if spec.recurrent_shape}
-    for recurrent_shape, conv_shape in sorted(shapes):
-        cases = _Cases(recurrent_shape, conv_shape, dtype, device)
+    shapes = {(spec.recurrent_shape, spec.conv_shape, spec.decays_by_head) for spec in specs if spec.recurrent_shape}
+    for recurrent_shape, conv_shape, decays_by_head in sorted(shapes):
+        cases = _Cases(recurrent_shape, conv_shape, decays_by_head, dtype, device)
         yield "delta_prefill", recurrent_shape, cases.prefill
         yield "delta_step", recurrent_shape, cases.step
 
@@ -65,6 +65,7 @@ class _Cases:
         self,
         recurrent_shape: tuple[int, ...],
         conv_shape: tuple[int, ...],
+        decays_by_head: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -78,12 +79,14 @@ class _Cases:
             return torch.randn(shape, generator=draw).to(device, dtype)
 
         self._qkv = normal(NUM_TOKENS, channels)
-        self._gate = normal(NUM_TOKENS, HV, K) * 0.5
+        decay_shape = (HV,) if decays_by_head else (HV, K)
+        self._activation: Activation = "silu" if decays_by_head else "sigmoid"
+        self._gate = normal(NUM_TOKENS, *decay_shape) * 0.5
         self._beta, self._out_gate = normal(NUM_TOKENS, HV), normal(NUM_TOKENS, HV, V)
         self._conv = normal(channels, taps + 1) * 0.3
         self._norm = torch.ones(V, dtype=dtype, device=device)
         self._A_log = torch.rand(HV, generator=draw).mul_(15).add_(1).log_().to(device)
-        self._dt_bias = torch.rand(HV, K, generator=draw).mul_(2.3).sub_(4.6).to(device)
+        self._dt_bias = torch.rand(decay_shape, generator=draw).mul_(2.3).sub_(4.6).to(device)
         self._slots = torch.tensor([1], dtype=torch.int32, device=device)
 
     def prefill(self, ops: Ops) -> Sequence[Tensor]:
@@ -105,7 +108,8 @@ class _Cases:
         outputs = [
             ops.delta_step(
                 self._qkv[t : t + 1], self._conv, taps, self._gate[t : t + 1], self._beta[t : t + 1], self._A_log,
-                self._dt_bias, self._out_gate[t : t + 1], self._norm, 1e-5, "sigmoid", state, self._slots,
+                self._dt_bias, self._out_gate[t : t + 1], self._norm, 1e-5, self._activation, state,
+                self._slots,
                 self._has_state(True),
             )
             for t in range(4)

@@ -105,8 +105,8 @@ def calls() -> Iterator[Callable[[], object]]:
     D, H, R, P, K, V, E, width = 2304, 32, 512, 64, 128, 128, 16, 1024
     w13, w2, kv_b = bf16(E + 1, 2 * width, D), bf16(E + 1, D, width), bf16(H, K + V, R)
     for T in (1, 8, 40, 100, 400, 8192):
-        yield lambda T=T: ops.routed_experts(bf16(T, D), f32(T, E), f32(E), w13, w2, 8, "sigmoid", 1, 1, True, 2.0)
-    yield lambda: ops.route(f32(3, 64), None, 6, "softmax", 8, 3, False, 1.0)
+        yield lambda T=T: ops.routed_experts(bf16(T, D), f32(T, E), f32(E), w13, w2, 8, "sigmoid", 1, 1, 2, True, 2.0)
+    yield lambda: ops.route(f32(3, 64), None, 6, "softmax", 8, 3, 1, False, 1.0)
     yield lambda: ops.rms_norm(f32(3, D), bf16(D), 1e-5, torch.bfloat16)
     yield lambda: ops.add_rms_norm(bf16(3, D), f32(3, D), bf16(D), 1e-5, torch.bfloat16)
     yield lambda: ops.silu_and_mul(bf16(3, 2 * 9216))
@@ -115,6 +115,7 @@ def calls() -> Iterator[Callable[[], object]]:
     yield lambda: ops.mla_step(bf16(1, H, K + P), kv_b, cache, lengths, table, 1.0)
     yield lambda: ops.mla_prefill(bf16(200, H, K + P), kv_b, cache, i32(2), lengths, table, 1.0)
     yield from delta_calls()
+    yield from attention_calls()
     for T, N in ((1, D), (1, 12576), (8, D), (8, 12576)):
         yield lambda T=T, N=N: ops.linear(bf16(T, D), bf16(N, D), torch.bfloat16)
 
@@ -136,6 +137,29 @@ def delta_calls() -> Iterator[Callable[[], object]]:
         inputs = (bf16(N, H, K), bf16(N, H), A_log, dt_bias, bf16(N, H, V), bf16(V), 1e-5, "sigmoid")
         pools = (state, i32(N), torch.empty(N, dtype=torch.bool))
         yield lambda N=N, inputs=inputs, pools=pools: ops.delta_step(bf16(N, D), weight, taps, *inputs, *pools)
+
+
+def attention_calls() -> Iterator[Callable[[], object]]:
+    """Attention with keys and values of its own, at the widths of Qwen3.5-35B-A3B; rotation of neighbours and halves;
+    the delta rule with a gate a head."""
+    H, HK, K, table, lengths = 16, 2, 256, i32(1, 256), i32(1)
+    caches = (bf16(256, 64, HK, K), bf16(256, 64, HK, K))
+    slots = torch.empty(3, dtype=torch.int64)
+    yield lambda: ops.kv_store(bf16(3, HK, K), bf16(3, HK, K), *caches, slots)
+    yield lambda: ops.gqa_prefill(bf16(200, H, K), *caches, i32(2), lengths, table, 1.0)
+    yield lambda: ops.gqa_decode(bf16(1, H, K), *caches, lengths, table, 1.0)
+    yield lambda: ops.rotary(bf16(3, H, K), slots, f32(32), 1.0, False)
+    yield lambda: ops.rotary(bf16(3, 128, 192)[..., 128:], slots, f32(32), 1.0, True)
+    yield lambda: ops.sigmoid_mul(bf16(3, H * K), bf16(3, H * K))
+    yield lambda: ops.sigmoid_mul(bf16(3, 2048), bf16(3, 1))
+    HV, V = 32, 128
+    D = 2 * 16 * 128 + HV * V
+    step = (bf16(1, HV), bf16(1, HV), f32(HV), f32(HV), bf16(1, HV, V), bf16(V), 1e-6, "silu")
+    pools = (f32(4, HV, 128, V), lengths, torch.empty(1, dtype=torch.bool))
+    yield lambda: ops.delta_step(bf16(1, D), bf16(D, 4), bf16(4, D, 3), *step, *pools)
+    q, v = bf16(200, 16, 128), bf16(200, HV, V)
+    gates = (bf16(200, HV), bf16(200, HV), f32(HV), f32(HV))
+    yield lambda: ops.delta_prefill(q, q, v, *gates, pools[0], i32(2), *pools[1:])
 
 
 def main(capability: int, shared_memory: int) -> None:

@@ -119,7 +119,7 @@ def test_nan_logits_choose_ids_inside_the_table(device):
     logits = torch.zeros(2, 12, device=device)
     logits[1] = torch.nan
     for scoring in ("sigmoid", "softmax"):
-        weights, ids = router.route(logits, None, 3, scoring, 1, 1, True, 1.0)
+        weights, ids = router.route(logits, None, 3, scoring, 1, 1, 2, True, 1.0)
         assert bool(weights[0].isfinite().all())
         assert bool(weights[1].isnan().all())
         assert ids.min() >= 0
@@ -135,8 +135,8 @@ def test_full_width_within_one_percent(T):
     w13 = (randn(gen, E + 1, 2 * width, D) * 0.02).bfloat16().cuda()
     w2 = (randn(gen, E + 1, D, width) * 0.02).bfloat16().cuda()
     x, logits, bias = randn(gen, T, D).bfloat16().cuda(), randn(gen, T, E).cuda(), randn(gen, E).cuda() * 0.1
-    out = moe.routed_experts(x, logits, bias, w13, w2, 8, "sigmoid", 1, 1, True, 2.446)
-    weights, ids = router.route(logits, bias, 8, "sigmoid", 1, 1, True, 2.446)
+    out = moe.routed_experts(x, logits, bias, w13, w2, 8, "sigmoid", 1, 1, 2, True, 2.446)
+    weights, ids = router.route(logits, bias, 8, "sigmoid", 1, 1, 2, True, 2.446)
     expected = torch.zeros(T, D, device="cuda")
     for e in range(E + 1):
         hidden = x.float() @ w13[e].float().T
@@ -151,7 +151,7 @@ def test_full_width_within_one_percent(T):
 def test_a_captured_graph_gives_the_same_bits(T):
     x, w13, w2, _, _ = problem(T, 16, 4, 256, 128, "cuda", torch.bfloat16)
     logits = randn(generator(1), T, 15).cuda()
-    call = lambda: moe.routed_experts(x, logits, None, w13, w2, 4, "sigmoid", 1, 1, True, 1.0)  # noqa: E731
+    call = lambda: moe.routed_experts(x, logits, None, w13, w2, 4, "sigmoid", 1, 1, 2, True, 1.0)  # noqa: E731
     eager = call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

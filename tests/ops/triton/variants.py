@@ -55,7 +55,18 @@ def prompt_calls(T: int, N: int, blocks: int) -> Iterator[Callable[[], object]]:
     yield lambda: ops.silu_and_mul(bf16(T, 2 * 9216))
     yield lambda: ops.latent_store(bf16(T, R), bf16(T, P), cache, torch.empty(T, dtype=torch.int64))
     yield lambda: ops.mla_prefill(bf16(T, H, K + P), kv_b, cache, i32(N + 1), i32(N), i32(N, blocks), 1.0)
-    yield lambda: ops.routed_experts(bf16(T, D), f32(T, E), f32(E), w13, w2, 8, "sigmoid", 1, 1, True, 2.0)
+    yield lambda: ops.routed_experts(bf16(T, D), f32(T, E), f32(E), w13, w2, 8, "sigmoid", 1, 1, 2, True, 2.0)
+    yield from attention_calls(T, N, blocks)
+
+
+def attention_calls(T: int, N: int, blocks: int) -> Iterator[Callable[[], object]]:
+    """Of models with keys and values: 16 heads of 256 on 2."""
+    q, kv, slots = bf16(T, 16, 256), bf16(T, 2, 256), torch.empty(T, dtype=torch.int64)
+    caches = (bf16(4, 64, 2, 256), bf16(4, 64, 2, 256))
+    yield lambda: ops.rotary(q, slots, f32(32), 1.0, False)
+    yield lambda: ops.kv_store(kv, kv, *caches, slots)
+    yield lambda: ops.gqa_prefill(q, *caches, i32(N + 1), i32(N), i32(N, blocks), 1.0)
+    yield lambda: ops.sigmoid_mul(bf16(T, 4096), bf16(T, 4096))
 
 
 def step_calls(N: int, blocks: int) -> Iterator[Callable[[], object]]:
@@ -64,6 +75,8 @@ def step_calls(N: int, blocks: int) -> Iterator[Callable[[], object]]:
     cache, kv_b = bf16(4, 64, R + P), bf16(H, K + V, R)
     yield lambda: ops.delta_step(bf16(N, CHANNELS), bf16(CHANNELS, W), taps, *gates, *pools)
     yield lambda: ops.mla_step(bf16(N, H, K + P), kv_b, cache, i32(N), i32(N, blocks), 1.0)
+    caches = (bf16(4, 64, 2, 256), bf16(4, 64, 2, 256))
+    yield lambda: ops.gqa_decode(bf16(N, 16, 256), *caches, i32(N), i32(N, blocks), 1.0)
 
 
 def calls() -> Iterator[Callable[[], object]]:

@@ -7,9 +7,11 @@ by the tests. Shapes that depend on data (chunk lists, block groups) are worked 
 from deltafold.ops.portable.conv import causal_conv
 from deltafold.ops.portable.delta_rule import chunked_delta_rule, decay_gate, recurrent_delta_rule
 from deltafold.ops.portable.fused import delta_prefill, delta_step, linear, mla_step, routed_experts
+from deltafold.ops.portable.gqa import gqa_decode, gqa_prefill, kv_store
 from deltafold.ops.portable.latent import latent_store, mla_decode, mla_prefill
 from deltafold.ops.portable.moe import grouped_experts, route
-from deltafold.ops.portable.norms import add_rms_norm, gated_rms_norm, rms_norm, silu_and_mul
+from deltafold.ops.portable.norms import add_rms_norm, gated_rms_norm, rms_norm, sigmoid_mul, silu_and_mul
+from deltafold.ops.portable.rotary import rotary
 
 __all__ = [
     "add_rms_norm",
@@ -19,7 +21,10 @@ __all__ = [
     "delta_prefill",
     "delta_step",
     "gated_rms_norm",
+    "gqa_decode",
+    "gqa_prefill",
     "grouped_experts",
+    "kv_store",
     "latent_store",
     "linear",
     "mla_decode",
@@ -27,7 +32,9 @@ __all__ = [
     "mla_step",
     "recurrent_delta_rule",
     "rms_norm",
+    "rotary",
     "route",
     "routed_experts",
+    "sigmoid_mul",
     "silu_and_mul",
 ]

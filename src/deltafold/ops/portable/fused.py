@@ -101,12 +101,13 @@ def routed_experts(
     scoring: Scoring,
     num_groups: int,
     top_k_groups: int,
+    best_per_group: int,
     renormalize: bool,
     scale: float,
 ) -> Tensor:
     """See `Ops.routed_experts`."""
     E, num_shared = logits.shape[1], w13.shape[0] - logits.shape[1]
-    weights, ids = route(logits, bias, top_k, scoring, num_groups, top_k_groups, renormalize, scale)
+    weights, ids = route(logits, bias, top_k, scoring, num_groups, top_k_groups, best_per_group, renormalize, scale)
     if num_shared:
         weights = F.pad(weights, (0, num_shared), value=1.0)
         if x.shape[0] == 1:

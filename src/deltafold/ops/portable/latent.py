@@ -8,23 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deltafold.ops.portable.paging import context_of, groups_of_similar_length, padded_contexts, write_rows
+
 QUERY_TILE = 256
 """Query rows per attention call of a prefill; bounds the mask and skips keys after the tile."""
 
 
 def latent_store(kv_c: Tensor, k_pe: Tensor, latent_cache: Tensor, slot_mapping: Tensor) -> None:
     """See `Ops.latent_store`; writes `latent_cache`."""
-    rows = torch.cat([kv_c, k_pe], dim=-1)
-    flat = latent_cache.view(-1, latent_cache.shape[2])
-    slots = slot_mapping.tolist()
-    if len(slots) == 1:
-        if slots[0] >= 0:
-            flat[slots[0]] = rows[0]
-        return
-    if min(slots, default=0) < 0:
-        is_live = slot_mapping >= 0
-        rows, slot_mapping = rows[is_live], slot_mapping[is_live]
-    flat[slot_mapping] = rows
+    write_rows(torch.cat([kv_c, k_pe], dim=-1), latent_cache, slot_mapping)
 
 
 def mla_prefill(
@@ -45,7 +37,7 @@ def mla_prefill(
         start, end = starts[i], starts[i + 1]
         if length == 0 or start == end:
             continue
-        keys, values = _expand(kv_b, _context(latent_cache, block_table[i], length), q.shape[2])
+        keys, values = _expand(kv_b, context_of(latent_cache, block_table[i], length), q.shape[2])
         queries = q[start:end].float().transpose(0, 1)  # [H, n, nope + P]
         for first in range(start, end, QUERY_TILE):
             last = min(first + QUERY_TILE, end)
@@ -53,17 +45,6 @@ def mla_prefill(
             tile = _attend(queries[:, first - start : last - start], keys[:, :visible], values[:, :visible], scale)
             out[first:last] = tile.transpose(0, 1)
     return out
-
-
-def _context(latent_cache: Tensor, blocks: Tensor, length: int) -> Tensor:
-    """The first `length` rows of one request, [length, R + P] float32."""
-    num_blocks = -(-length // latent_cache.shape[1])
-    ids = blocks[:num_blocks].tolist()
-    if ids == list(range(ids[0], ids[0] + num_blocks)):
-        context = latent_cache[ids[0] : ids[0] + num_blocks]  # a view: nothing is gathered
-    else:
-        context = latent_cache.index_select(0, blocks[:num_blocks])
-    return context.flatten(0, 1)[:length].float()
 
 
 def _expand(kv_b: Tensor, context: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
@@ -91,10 +72,10 @@ def mla_decode(
     """See `Ops.mla_decode`."""
     lengths = seq_lens.tolist()
     if len(lengths) == 1 and lengths[0] > 0:
-        context = _context(latent_cache, block_table[0], lengths[0])
+        context = context_of(latent_cache, block_table[0], lengths[0])
         weights = torch.softmax(torch.mm(q[0].float(), context.T).mul_(scale), dim=-1)
         return torch.mm(weights, context[:, :rank]).unsqueeze(0).to(q.dtype)
-    groups = _groups_of_similar_length(lengths, latent_cache.shape[1])
+    groups = groups_of_similar_length(lengths, latent_cache.shape[1])
     if len(groups) == 1 and len(groups[0]) == len(lengths):
         return _decode_group(q, latent_cache, lengths, seq_lens, block_table, rank, scale)
     out = torch.zeros(*q.shape[:2], rank, dtype=q.dtype, device=q.device)
@@ -103,15 +84,6 @@ def mla_decode(
         member_lengths = [lengths[i] for i in members]
         out[rows] = _decode_group(q[rows], latent_cache, member_lengths, seq_lens[rows], block_table[rows], rank, scale)
     return out
-
-
-def _groups_of_similar_length(lengths: list[int], block_size: int) -> list[list[int]]:
-    """Requests whose numbers of blocks have the same bit length share a group: padding at most doubles its rows."""
-    groups: dict[int, list[int]] = {}
-    for i, length in enumerate(lengths):
-        if length:
-            groups.setdefault((-(-length // block_size)).bit_length(), []).append(i)
-    return list(groups.values())
 
 
 def _decode_group(
@@ -123,15 +95,8 @@ def _decode_group(
     rank: int,
     scale: float,
 ) -> Tensor:
-    block_size = latent_cache.shape[1]
-    num_blocks = -(-max(lengths) // block_size)
-    positions = torch.arange(num_blocks * block_size, device=q.device)
-    is_beyond = positions >= seq_lens.unsqueeze(1)  # [N, L]
-    # A short request's table may hold anything after its own blocks, ids outside the cache included.
-    blocks = block_table[:, :num_blocks].masked_fill(is_beyond[:, ::block_size], 0)
-    context = latent_cache.index_select(0, blocks.flatten()).view(len(lengths), -1, latent_cache.shape[2]).float()
-    for i, length in enumerate(lengths):  # touches far less than a mask over [N, L, R + P]
-        context[i, length:] = 0
+    context = padded_contexts(latent_cache, block_table, lengths)  # [N, L, R + P]
+    is_beyond = torch.arange(context.shape[1], device=q.device) >= seq_lens.unsqueeze(1)  # [N, L]
     scores = torch.bmm(q.float(), context.transpose(1, 2)).mul_(scale)  # [N, H, L]
     scores.masked_fill_(is_beyond.unsqueeze(1), float("-inf"))
     return torch.bmm(torch.softmax(scores, dim=-1), context[..., :rank]).to(q.dtype)

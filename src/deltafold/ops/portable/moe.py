@@ -19,6 +19,7 @@ def route(
     scoring: Scoring,
     num_groups: int,
     top_k_groups: int,
+    best_per_group: int,
     renormalize: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -26,7 +27,7 @@ def route(
     scores = torch.sigmoid(logits) if scoring == "sigmoid" else torch.softmax(logits, dim=-1)
     choice = scores if bias is None else scores + bias
     if num_groups > 1:
-        choice = _restrict_to_groups(choice, num_groups, top_k_groups)
+        choice = _restrict_to_groups(choice, num_groups, top_k_groups, best_per_group)
     ids = _best(choice, top_k)
     weights = scores.gather(1, ids)
     if renormalize:
@@ -44,10 +45,10 @@ def _best(choice: Tensor, top_k: int) -> Tensor:
     return torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
-def _restrict_to_groups(choice: Tensor, num_groups: int, top_k_groups: int) -> Tensor:
+def _restrict_to_groups(choice: Tensor, num_groups: int, top_k_groups: int, best_per_group: int) -> Tensor:
     T, E = choice.shape
     grouped = choice.view(T, num_groups, E // num_groups)
-    group_scores = grouped.topk(min(2, E // num_groups), dim=-1).values.sum(-1)  # [T, num_groups]
+    group_scores = grouped.topk(min(best_per_group, E // num_groups), dim=-1).values.sum(-1)  # [T, num_groups]
     order = torch.sort(group_scores, dim=-1, descending=True, stable=True).indices
     is_out = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, order[:, top_k_groups:], True)
     return grouped.masked_fill(is_out[..., None], float("-inf")).view(T, E)

@@ -1,4 +1,4 @@
-"""RMS norms and the gated activation.
+"""RMS norms, the gated activation and gating.
 
 In few PyTorch calls: on the decode path a call costs more than its arithmetic.
 """
@@ -39,3 +39,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """See `Ops.silu_and_mul`."""
     gate, up = x.float().chunk(2, dim=-1)
     return F.silu(gate).mul_(up).to(x.dtype)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """See `Ops.sigmoid_mul`."""
+    return (torch.sigmoid(gate.float()) * x.float()).to(x.dtype)

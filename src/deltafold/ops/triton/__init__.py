@@ -10,11 +10,13 @@ from deltafold.ops.triton.delta_chunked import chunked_delta_rule, delta_prefill
 from deltafold.ops.triton.delta_recurrent import delta_step, recurrent_delta_rule
 from deltafold.ops.triton.gate import decay_gate
 from deltafold.ops.triton.gated_norm import gated_rms_norm
+from deltafold.ops.triton.gqa import gqa_decode, gqa_prefill, kv_store
 from deltafold.ops.triton.latent import latent_store
 from deltafold.ops.triton.linear import linear
 from deltafold.ops.triton.moe import grouped_experts, routed_experts
-from deltafold.ops.triton.norm import add_rms_norm, rms_norm, silu_and_mul
+from deltafold.ops.triton.norm import add_rms_norm, rms_norm, sigmoid_mul, silu_and_mul
 from deltafold.ops.triton.prefill import mla_prefill
+from deltafold.ops.triton.rotary import rotary
 from deltafold.ops.triton.router import route
 
 __all__ = [
@@ -25,7 +27,10 @@ __all__ = [
     "delta_prefill",
     "delta_step",
     "gated_rms_norm",
+    "gqa_decode",
+    "gqa_prefill",
     "grouped_experts",
+    "kv_store",
     "latent_store",
     "linear",
     "mla_decode",
@@ -33,7 +38,9 @@ __all__ = [
     "mla_step",
     "recurrent_delta_rule",
     "rms_norm",
+    "rotary",
     "route",
     "routed_experts",
+    "sigmoid_mul",
     "silu_and_mul",
 ]

@@ -31,7 +31,7 @@ ABSORB_COLS, PROJECT_COLS, PROJECT_BK = 128, 32, 128
 
 
 @triton.jit
-def _split_range(length, i_split, num_splits, BN: tl.constexpr):
+def split_range(length, i_split, num_splits, BN: tl.constexpr):
     """(first row, end row) of one split: equal numbers of tiles, the last ones possibly none."""
     size = tl.cdiv(tl.cdiv(length, BN), num_splits) * BN
     return i_split * size, tl.minimum((i_split + 1) * size, length)
@@ -86,7 +86,7 @@ def decode_split_kernel(
     i_n = tl.program_id(2).to(tl.int64)
     wait_for_predecessor(PDL)
     length = tl.load(p_seq_lens + i_n)
-    start, end = _split_range(length, i_split, num_splits, BN)
+    start, end = split_range(length, i_split, num_splits, BN)
     if start < end:
         o_h = tl.program_id(1) * BH + tl.arange(0, BH)
         o_r, o_p, o_n = tl.arange(0, BR), R + tl.arange(0, BP), tl.arange(0, BN)
@@ -143,7 +143,7 @@ def decode_combine_kernel(
     o_s = tl.arange(0, BLOCK_S)
     wait_for_predecessor(PDL)
     length = tl.load(p_seq_lens + i_n)
-    size, _ = _split_range(length, 1, num_splits, BN)
+    size, _ = split_range(length, 1, num_splits, BN)
     num_parts = tl.cdiv(length, tl.maximum(size, 1))
     b_max = tl.full([BLOCK_S], float("-inf"), dtype=tl.float32)
     for i_s in range(0, num_parts, BLOCK_S):
@@ -195,14 +195,21 @@ def mla_decode(
         BH=head_tile, BN=BN, BR=BR, BP=BP, TMA=tma,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(q),
     )  # fmt: skip
+    join_splits(acc, lse, seq_lens, out, BN)
+    return out
+
+
+def join_splits(acc: Tensor, lse: Tensor, seq_lens: Tensor, out: Tensor, row_tile: int) -> None:
+    """The parts acc [N, H, num_splits, R] with weights lse [N, H, num_splits], of contexts cut by `_split_range` in
+    tiles of `row_tile`, to out [N, H, R]; zero where `seq_lens` is."""
+    N, H, num_splits, R = acc.shape
     # Few splits: wide programs, since there are N * H of them; many splits: many programs for one head.
     block_s = FEW_SPLITS if num_splits <= FEW_SPLITS else MANY_SPLITS
-    block_r = min(COMBINE_TILE // block_s, tile_width(rank))
-    decode_combine_kernel[(N, H, triton.cdiv(rank, block_r))](
-        acc, lse, seq_lens, out, num_splits, H, rank,
-        BN=BN, BLOCK_S=block_s, BLOCK_R=block_r, num_warps=4, **overlap(q),
+    block_r = min(COMBINE_TILE // block_s, tile_width(R))
+    decode_combine_kernel[(N, H, triton.cdiv(R, block_r))](
+        acc, lse, seq_lens, out, num_splits, H, R,
+        BN=row_tile, BLOCK_S=block_s, BLOCK_R=block_r, num_warps=4, **overlap(acc),
     )  # fmt: skip
-    return out
 
 
 @triton.jit(do_not_specialize=["N"])

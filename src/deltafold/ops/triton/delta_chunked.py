@@ -59,10 +59,15 @@ def _product(b_a, b_b, b_sum):
 
 @triton.jit
 def _sum_range(b_sign, b_hi, b_lo):
-    """`b_sign @ (b_hi + b_lo)` for a matrix of -1, 0 and 1: sums of log decays on the tensor cores, to 2^-17."""
-    b_sign = b_sign.to(tl.bfloat16)
+    """`b_sign @ (b_hi + b_lo)` for a matrix of -1, 0 and 1: sums of log decays on the tensor cores, to 2^-17. A float32
+    `b_hi` is all of the log decay."""
     b_sum = tl.zeros(b_hi.shape, dtype=tl.float32)
-    return _product(b_sign, b_lo, _product(b_sign, b_hi, b_sum))
+    if b_hi.dtype == tl.float32:
+        b_sum = _product(b_sign, b_hi, b_sum)
+    else:
+        b_sign = b_sign.to(tl.bfloat16)
+        b_sum = _product(b_sign, b_lo, _product(b_sign, b_hi, b_sum))
+    return b_sum
 
 
 @triton.jit
@@ -164,7 +169,8 @@ def _intra_chunk(
 ):  # fmt: skip
     """One chunk of one head, see `intra_chunk_kernel`."""
     DT: tl.constexpr = p_qkw.dtype.element_ty
-    PRECISION: tl.constexpr = "tf32x3" if p_qkw.dtype.element_ty == tl.float32 else "tf32"
+    IS_FLOAT32: tl.constexpr = p_qkw.dtype.element_ty == tl.float32
+    PRECISION: tl.constexpr = "tf32x3" if IS_FLOAT32 else "tf32"
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     i_n = find_request(p_query_start_loc, i_chunk, num_requests, BT, REQUEST_TILE)
@@ -209,9 +215,11 @@ def _intra_chunk(
                 b_gate = b_gate * LOG2_E
             # 2^-160 is 0 in float32: a stronger decay changes nothing, and minus infinity would make sums NaN.
             b_gate = tl.where(m_ts, tl.maximum(b_gate, -160.0), 0.0)
-            b_head = (b_gate.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-            b_hi = b_head.to(tl.bfloat16)
-            b_lo = (b_gate - b_head).to(tl.bfloat16)
+            if IS_FLOAT32:
+                b_hi, b_lo = b_gate, b_gate
+            else:
+                b_head = (b_gate.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+                b_hi, b_lo = b_head.to(tl.bfloat16), (b_gate - b_head).to(tl.bfloat16)
             b_total = tl.sum(b_gate, axis=0)
             strongest = tl.maximum(strongest, tl.max(-b_total, axis=0))
             tl.store(p_decay + i_out * BK + o_s, tl.exp2(b_total))

@@ -402,6 +402,7 @@ def routed_experts(
     scoring: Scoring,
     num_groups: int,
     top_k_groups: int,
+    best_per_group: int,
     renormalize: bool,
     scale: float,
 ) -> Tensor:
@@ -409,7 +410,7 @@ def routed_experts(
     T, num_shared = x.shape[0], w13.shape[0] - logits.shape[1]
     weights = torch.empty(T, top_k + num_shared, dtype=torch.float32, device=x.device)
     ids = torch.empty(T, top_k + num_shared, dtype=torch.int32, device=x.device)
-    choose(logits, bias, top_k, scoring, num_groups, top_k_groups, renormalize, scale, weights, ids)
+    choose(logits, bias, top_k, scoring, num_groups, top_k_groups, best_per_group, renormalize, scale, weights, ids)
     return grouped_experts(x, w13, w2, weights, ids)
 
 

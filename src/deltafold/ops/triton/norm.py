@@ -1,6 +1,7 @@
 """RMS norms and the gated activation: one program a row, all in float32.
 
-`rms_norm`, `add_rms_norm` (residual add fused), `silu_and_mul`. The delta rule's gated norm is with its kernels.
+`rms_norm`, `add_rms_norm` (residual add fused), `silu_and_mul`, `sigmoid_mul`. The delta rule's gated norm is with its
+kernels.
 """
 
 from __future__ import annotations
@@ -111,4 +112,49 @@ def silu_and_mul(x: Tensor) -> Tensor:
     if out.numel():
         grid = (rows.shape[0], triton.cdiv(width, ACTIVATION_TILE))
         silu_and_mul_kernel[grid](rows, out, rows.stride(0), width, BLOCK=ACTIVATION_TILE, num_warps=4, **overlap(x))
+    return out
+
+
+@triton.jit
+def sigmoid_mul_kernel(
+    p_x,  # [T, D]
+    p_gate,  # [T, D] or [T, 1]
+    p_out,  # [T, D], out
+    stride_x,
+    stride_gate,
+    D,
+    BLOCK: tl.constexpr,
+    ONE_GATE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`out = x * sigmoid(gate)`; grid (T, tiles of D)."""
+    i_row = tl.program_id(0).to(tl.int64)
+    o_d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_d = o_d < D
+    wait_for_predecessor(PDL)
+    b_x = tl.load(p_x + i_row * stride_x + o_d, mask=m_d, other=0.0).to(tl.float32)
+    o_gate = tl.zeros_like(o_d) if ONE_GATE else o_d
+    b_gate = tl.load(p_gate + i_row * stride_gate + o_gate, mask=m_d, other=0.0).to(tl.float32)
+    b_out = b_x * tl.sigmoid(b_gate)
+    tl.store(p_out + i_row * D + o_d, b_out.to(p_out.dtype.element_ty), mask=m_d)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """See `Ops.sigmoid_mul`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, gates = _rows(x), _rows(gate)
+    T, D = rows.shape
+    if out.numel():
+        sigmoid_mul_kernel[(T, triton.cdiv(D, ACTIVATION_TILE))](
+            rows,
+            gates,
+            out,
+            rows.stride(0),
+            gates.stride(0),
+            D,
+            BLOCK=ACTIVATION_TILE,
+            ONE_GATE=gates.shape[1] == 1,
+            num_warps=4,
+            **overlap(x),
+        )
     return out

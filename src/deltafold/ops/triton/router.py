@@ -26,6 +26,7 @@ def best_experts(
     group_size,
     num_groups,
     top_k_groups,
+    best_per_group,
     SIGMOID: tl.constexpr,
     GROUPED: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -43,7 +44,7 @@ def best_experts(
     # Taken experts are marked apart from their score: -inf may also be the honest score of an expert left.
     b_open = m_e
     if GROUPED:
-        b_open = m_e & _open_groups(b_choice, o_e, group_size, num_groups, top_k_groups, BLOCK_E)
+        b_open = m_e & _open_groups(b_choice, o_e, group_size, num_groups, top_k_groups, best_per_group, BLOCK_E)
     o_k = tl.arange(0, BLOCK_K)
     b_picked = tl.zeros([BLOCK_K], dtype=tl.float32)
     b_ids = tl.zeros([BLOCK_K], dtype=tl.int32)
@@ -59,8 +60,8 @@ def best_experts(
 
 
 @triton.jit
-def _open_groups(b_choice, o_e, group_size, num_groups, top_k_groups, BLOCK_E: tl.constexpr):
-    """Mask [BLOCK_E] of the experts in the groups with the largest sum of their two best choice scores."""
+def _open_groups(b_choice, o_e, group_size, num_groups, top_k_groups, best_per_group, BLOCK_E: tl.constexpr):
+    """Mask [BLOCK_E] of the experts in the groups with the largest sum of their best (one or two) choice scores."""
     b_group = o_e // group_size
     b_sums = tl.full([BLOCK_E], float("-inf"), dtype=tl.float32)  # at each expert: its group's sum
     for i_g in range(num_groups):
@@ -68,7 +69,7 @@ def _open_groups(b_choice, o_e, group_size, num_groups, top_k_groups, BLOCK_E: t
         b_first = tl.max(tl.where(b_in, b_choice, float("-inf")), axis=0)
         b_at = tl.min(tl.where(b_in & (b_choice == b_first), o_e, BLOCK_E), axis=0)
         b_second = tl.max(tl.where(b_in & (o_e != b_at), b_choice, float("-inf")), axis=0)
-        b_sum = b_first + tl.where(group_size > 1, b_second, 0.0)
+        b_sum = b_first + tl.where(best_per_group > 1, b_second, 0.0)
         b_sums = tl.where(b_in, b_sum, b_sums)
     b_open = b_group < 0
     for _ in range(top_k_groups):
@@ -93,6 +94,7 @@ def route_kernel(
     group_size,
     num_groups,
     top_k_groups,
+    best_per_group,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -111,7 +113,19 @@ def route_kernel(
     wait_for_predecessor(PDL)
     b_logits = tl.load(p_logits + i_t * stride_logits + o_e, mask=o_e < E, other=0.0).to(tl.float32)
     b_picked, b_ids = best_experts(
-        b_logits, b_bias, o_e, E, top_k, group_size, num_groups, top_k_groups, SIGMOID, GROUPED, BLOCK_E, BLOCK_K
+        b_logits,
+        b_bias,
+        o_e,
+        E,
+        top_k,
+        group_size,
+        num_groups,
+        top_k_groups,
+        best_per_group,
+        SIGMOID,
+        GROUPED,
+        BLOCK_E,
+        BLOCK_K,
     )
     if RENORMALIZE:
         b_picked = b_picked / (tl.sum(b_picked, axis=0) + ROUTE_EPS)
@@ -128,6 +142,7 @@ def route(
     scoring: Scoring,
     num_groups: int,
     top_k_groups: int,
+    best_per_group: int,
     renormalize: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -135,7 +150,7 @@ def route(
     T = logits.shape[0]
     weights = torch.empty(T, top_k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(T, top_k, dtype=torch.int32, device=logits.device)
-    choose(logits, bias, top_k, scoring, num_groups, top_k_groups, renormalize, scale, weights, ids)
+    choose(logits, bias, top_k, scoring, num_groups, top_k_groups, best_per_group, renormalize, scale, weights, ids)
     return weights, ids
 
 
@@ -146,6 +161,7 @@ def choose(
     scoring: Scoring,
     num_groups: int,
     top_k_groups: int,
+    best_per_group: int,
     renormalize: bool,
     scale: float,
     weights: Tensor,
@@ -173,6 +189,7 @@ def choose(
         E // num_groups,
         num_groups,
         top_k_groups,
+        min(best_per_group, E // num_groups),
         BLOCK_E=triton.next_power_of_2(E),
         BLOCK_K=triton.next_power_of_2(weights.shape[1]),
         HAS_BIAS=bias is not None,

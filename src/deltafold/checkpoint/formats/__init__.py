@@ -1,0 +1,1 @@
+"""config.json of one architecture each -> ModelConfig; `checkpoint/config.py` chooses."""
