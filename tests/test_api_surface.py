@@ -62,6 +62,7 @@ NAMES = [
     "check_kernels",
     "convert_tokenizer",
     "plan_capacity",
+    "tune_kernels",
 ]
 
 SIGNATURES = {

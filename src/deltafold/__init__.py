@@ -23,7 +23,7 @@ from deltafold.errors import (
     UnsupportedOptionError,
     WeightsError,
 )
-from deltafold.kernel_packs import build_kernels, check_kernels
+from deltafold.kernel_packs import build_kernels, check_kernels, tune_kernels
 from deltafold.session import Session, SessionStream
 from deltafold.streams import AsyncTokenStream, TokenStream
 from deltafold.tokenizer import convert_tokenizer
@@ -88,4 +88,5 @@ __all__ = [
     "check_kernels",
     "convert_tokenizer",
     "plan_capacity",
+    "tune_kernels",
 ]

@@ -136,6 +136,9 @@ def _add_kernel_actions(actions: Any) -> None:
     build.add_argument("-o", "--output", type=Path, required=True, help="file to write")
     check = _command(actions, "check", _check_kernels, "say what changed since a pack was built; 1 if anything did")
     check.add_argument("pack", type=Path, help="what kernels build wrote")
+    tune = _command(actions, "tune", _tune_kernels, "measure launch configurations on this GPU and pin the best")
+    tune.add_argument("--kernel", action="append", required=True, help="a table of pins, e.g. mla_decode (repeatable)")
+    tune.add_argument("-o", "--output", type=Path, help="folder for the tables (default: the package's own)")
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -369,6 +372,12 @@ def _check_kernels(arguments: argparse.Namespace) -> int:
     drift = deltafold.check_kernels(arguments.pack)
     print(drift)
     return int(bool(drift.differences))
+
+
+def _tune_kernels(arguments: argparse.Namespace) -> int:
+    for tuned in deltafold.tune_kernels(arguments.kernel, arguments.output):
+        print(tuned)
+    return 0
 
 
 def _byte_count(text: str) -> int:

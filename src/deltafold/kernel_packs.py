@@ -1,4 +1,4 @@
-"""Kernel packs as public functions: built and checked on any machine, used by `Engine.load(kernel_pack=...)`.
+"""Kernels ahead of time as public functions: packs for `Engine.load(kernel_pack=...)`, and tuning.
 
 They need Triton, which is imported when they are called; `kernels/` does the work.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +21,7 @@ from deltafold.kernels.targets import published_config
 if TYPE_CHECKING:
     from deltafold.kernels.build import PackSummary
     from deltafold.kernels.check import KernelDrift
+    from deltafold.kernels.tune import Tuned
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -86,6 +88,27 @@ def check_kernels(pack: str | Path) -> KernelDrift:
     from deltafold.kernels.check import check_pack
 
     return check_pack(Path(pack))
+
+
+def tune_kernels(kernels: Sequence[str], output: str | Path | None = None) -> list[Tuned]:
+    """Measures launch configurations on this machine's GPU and writes the best into the tables of pins.
+
+    Args:
+        kernels: tables by name, such as mla_decode; an unknown name is answered with all of them.
+        output: the folder for the tables' files; None is the package's own.
+
+    Raises:
+        OptionError: there is no such table or folder; or Triton is not installed.
+        DeviceError: there is no GPU.
+    """
+    folder = Path(str(files("deltafold") / "ops" / "triton" / "pins")) if output is None else Path(output)
+    if not folder.is_dir():
+        raise OptionError(f"output {folder}: there is no such folder")
+    _check_triton()
+    from deltafold.kernels.tune import tune_table
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return [tuned for kernel in dict.fromkeys(kernels) for tuned in tune_table(kernel, device, folder)]
 
 
 def _config_of(model: str, revision: str | None) -> dict[str, object]:

@@ -97,7 +97,7 @@ def record(shape: ModelShape, target: Target) -> list[Recorded]:
         one = _specialise(kernel, binders[kernel], args, kwargs)
         found.setdefault((kernel_name(kernel), one.key), one)
 
-    with _launches_go_to(note, target):
+    with launches_go_to(note, target):
         run_all(shape, META)
     return list(found.values())
 
@@ -113,7 +113,7 @@ def facts_of(target: Target) -> launch.DeviceFacts:
 
 
 @contextmanager
-def _launches_go_to(note: Callable[..., None], target: Target) -> Iterator[None]:
+def launches_go_to(note: Callable[..., None], target: Target) -> Iterator[None]:
     """Inside, launches are noted instead of run, and the ops see the target for the device of every tensor."""
     facts = facts_of(target)
     run, device_facts, active = JITFunction.run, launch.device_facts, driver._active

@@ -122,10 +122,14 @@ def tile_source(matrix: Tensor, rows: int, cols: int) -> tuple[Any, bool]:
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.shape[1], 1], [rows, cols]), True
 
 
+MIN_FULL_MEMORY = 200_000
+"""Bytes of shared memory that the larger tiles need."""
+
+
 def is_compact(tensor: Tensor) -> bool:
     """Whether tiles of this dtype must be small: the tiles pinned for data-centre GPUs and two-byte numbers fill 227 KB
     of shared memory; other devices have 99 KB, and float32 needs twice the room."""
-    return shared_memory(tensor) < 200_000 or tensor.element_size() > 2
+    return shared_memory(tensor) < MIN_FULL_MEMORY or tensor.element_size() > 2
 
 
 def num_multiprocessors(tensor: Tensor) -> int:

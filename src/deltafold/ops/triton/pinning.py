@@ -90,6 +90,11 @@ def _made(kind: Any, table: str, arch: str, room: str) -> object:
     return kind(**entry.pins)
 
 
+def forget() -> None:
+    """For the tuner, which changes what `entries_of` gives."""
+    _made.cache_clear()
+
+
 def table_digests() -> dict[str, str]:
     """By table: a digest of what is pinned, whatever is written beside it about where it was measured."""
     named = [f.name for f in fields(PinEntry)][:4]
