@@ -41,48 +41,14 @@ TARGETS = {
 
 def full_config(num_layers: int) -> dict[str, Any]:
     """config.json of the published model, or of its first layers."""
-    full = [i for i in (4, 8, 12, 16, 20, 24, 27) if i <= num_layers]
-    return {
-        "architectures": ["KimiLinearForCausalLM"],
-        "model_type": "kimi_linear",
-        "dtype": "bfloat16",
-        "vocab_size": VOCAB,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "moe_intermediate_size": 1024,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "mla_use_nope": True,
-        "num_experts": 256,
-        "num_experts_per_token": 8,
-        "num_expert_group": 1,
-        "topk_group": 1,
-        "num_shared_experts": 1,
-        "moe_renormalize": True,
-        "moe_router_activation_func": "sigmoid",
-        "moe_layer_freq": 1,
-        "routed_scaling_factor": 2.446,
-        "first_k_dense_replace": 1,
-        "rms_norm_eps": 1e-5,
-        "model_max_length": 1048576,
-        "bos_token_id": 3840,
-        "eos_token_id": 3842,
-        "pad_token_id": 4095,
-        "tie_word_embeddings": False,
-        "linear_attn_config": {
-            "kda_layers": [i for i in range(1, num_layers + 1) if i not in full],
-            "full_attn_layers": full,
-            "head_dim": 128,
-            "num_heads": 32,
-            "short_conv_kernel_size": 4,
-        },
-    }
+    from deltafold.kernels.targets import published_config
+
+    config = published_config("kimi-linear-48b")
+    layers = config["linear_attn_config"]
+    full = [i for i in layers["full_attn_layers"] if i <= num_layers]
+    linear = [i for i in layers["kda_layers"] if i <= num_layers]
+    changed = layers | {"kda_layers": linear, "full_attn_layers": full}
+    return config | {"num_hidden_layers": num_layers, "linear_attn_config": changed}
 
 
 def write_folder(folder: Path, num_layers: int) -> None:
@@ -147,6 +113,7 @@ def main() -> int:
     parser.add_argument("--residual-dtype", default="float32")
     parser.add_argument("--cases", nargs="*", default=[name for name in TARGETS if name != "start to first token"])
     parser.add_argument("--no-decode-graphs", action="store_true")
+    parser.add_argument("--kernel-pack", type=Path)
     arguments = parser.parse_args()
 
     import torch
@@ -165,6 +132,7 @@ def main() -> int:
             max_num_seqs=arguments.max_num_seqs,
             max_num_batched_tokens=arguments.max_num_batched_tokens,
             decode_graphs=not arguments.no_decode_graphs,
+            kernel_pack=arguments.kernel_pack,
         ) as engine:
             ready = time.perf_counter() - START
             engine.complete_tokens([1, 2, 3], SamplingParams(max_tokens=1, temperature=0))
@@ -173,6 +141,7 @@ def main() -> int:
             print(json.dumps(engine.describe()["memory"]))
             rows = run(Bench(engine), arguments.cases) | {"start to first token": first}
             backend = engine.describe()["backend"]
+            kernels = engine.describe()["kernels"]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     report = {
         "gpu": torch.cuda.get_device_name(),
@@ -180,6 +149,8 @@ def main() -> int:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "backend": backend,
+        "kernel_pack": kernels["pack"],
+        "num_made_by_jit": kernels["num_made_by_jit"],
         "layers": arguments.layers,
         "residual_dtype": arguments.residual_dtype,
         "commit": commit,

@@ -35,6 +35,7 @@ NAMES = [
     "FinishReason",
     "GoldenError",
     "InvalidTokenError",
+    "KernelPackError",
     "LOGPROB_FLOOR",
     "LoadError",
     "MAX_STOP_STRINGS",
@@ -57,15 +58,18 @@ NAMES = [
     "Usage",
     "WeightsError",
     "__version__",
+    "build_kernels",
+    "check_kernels",
     "convert_tokenizer",
     "plan_capacity",
+    "tune_kernels",
 ]
 
 SIGNATURES = {
     "load": "model='builtin', *, device='auto', dtype='auto', residual_dtype='float32', max_num_seqs=64, "
     "max_num_batched_tokens=2048, max_model_len=None, max_waiting=None, memory=None, seed=None, prefix_cache=True, "
     "max_snapshots=64, snapshot_interval=4096, host_memory=1073741824, decode_graphs=True, "
-    "free_memory_floor=0.06, weights='checkpoint', backend=None, revision=None, "
+    "free_memory_floor=0.06, weights='checkpoint', backend=None, kernel_pack=None, revision=None, "
     "show_progress=None",
     "complete": "self, prompt, params=None",
     "complete_tokens": "self, token_ids, params=None",
@@ -111,6 +115,7 @@ ERROR_TREE = {
     "WeightsError": deltafold.LoadError,
     "TokenizerError": deltafold.LoadError,
     "SessionError": deltafold.LoadError,
+    "KernelPackError": deltafold.DeltafoldError,
     "GoldenError": deltafold.DeltafoldError,
     "OptionError": deltafold.DeltafoldError,
     "DeviceError": deltafold.DeltafoldError,

@@ -12,6 +12,7 @@ from deltafold.errors import (
     EngineClosedError,
     GoldenError,
     InvalidTokenError,
+    KernelPackError,
     LoadError,
     NumericalError,
     OptionError,
@@ -22,6 +23,7 @@ from deltafold.errors import (
     UnsupportedOptionError,
     WeightsError,
 )
+from deltafold.kernel_packs import build_kernels, check_kernels, tune_kernels
 from deltafold.session import Session, SessionStream
 from deltafold.streams import AsyncTokenStream, TokenStream
 from deltafold.tokenizer import convert_tokenizer
@@ -62,6 +64,7 @@ __all__ = [
     "FinishReason",
     "GoldenError",
     "InvalidTokenError",
+    "KernelPackError",
     "LoadError",
     "NumericalError",
     "OptionError",
@@ -81,6 +84,9 @@ __all__ = [
     "Usage",
     "WeightsError",
     "__version__",
+    "build_kernels",
+    "check_kernels",
     "convert_tokenizer",
     "plan_capacity",
+    "tune_kernels",
 ]

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
@@ -54,6 +54,9 @@ from deltafold.tokenizer.tokenizer import Tokenizer
 from deltafold.types import ChatMessage, Completion, EngineOptions, EngineStats, SamplingParams
 from deltafold.version import __version__
 
+if TYPE_CHECKING:
+    from deltafold.kernels.load import KernelUse
+
 API_VERSION = 1
 """Grows with every incompatible change of the public names or their signatures; see CHANGELOG.md."""
 
@@ -82,6 +85,7 @@ class Resolved:
     load_seconds: float
     has_random_weights: bool = False
     refused_kernels: tuple[str, ...] = ()
+    kernel_use: KernelUse | None = None
 
 
 class Engine:
@@ -170,6 +174,7 @@ class Engine:
         free_memory_floor: float = 0.06,
         weights: Literal["checkpoint", "random"] = "checkpoint",
         backend: Literal["reference", "portable", "triton"] | None = None,
+        kernel_pack: str | Path | None = None,
         revision: str | None = None,
         show_progress: bool | None = None,
     ) -> Engine:
@@ -185,6 +190,7 @@ class Engine:
             weights: "random" reads none and draws them on the device, for benchmarks: the model's folder then needs
                 only config.json and a tokenizer.
             backend: which implementation of the ops; None is "triton" on a GPU that has Triton, else "portable".
+            kernel_pack: what `build_kernels` wrote for this model and GPU; without it Triton compiles at start.
             revision: of a hub id.
             show_progress: a bar on stderr while weights load; None shows it on a terminal.
 
@@ -192,6 +198,7 @@ class Engine:
             OptionError: an argument's value, with what is allowed.
             DeviceError: the device asked for is not there; before any file is read.
             LoadError: the model cannot be loaded.
+            KernelPackError: the pack is damaged, or was built for other kernels, another GPU or model.
             CapacityError: the memory does not hold one request.
         """
         start = time.perf_counter()
@@ -223,6 +230,12 @@ class Engine:
         tokenizer = Tokenizer.from_folder(folder, vocab_size=config.vocab_size)
         torch_dtype = _resolve_dtype(dtype, config, torch_device)
         ops = _select_ops(backend_name)
+        is_fused = torch_device.type == "cuda" and backend_name is Backend.TRITON
+        if kernel_pack is not None and not is_fused:
+            raise OptionError(
+                f"kernel_pack is for the triton backend on a GPU, this is {backend_name} on {torch_device.type}"
+            )
+        use = _prepare_kernels(kernel_pack, config, torch_dtype, residual, torch_device) if is_fused else None
         table = kind.parameter_table(config)
         if weights == "random":
             tensors = random_tensors(table, compute_dtype=torch_dtype, device=torch_device, seed=seed or 0)
@@ -237,7 +250,7 @@ class Engine:
                     ignore=kind.ignored_tensors,
                 )
         refused: list[str] = []
-        if torch_device.type == "cuda" and backend_name is Backend.TRITON:
+        if is_fused:
             ops, refused = checked_ops(ops, kind.layer_specs(config), torch_dtype, torch_device)
         loaded = kind(config, tensors, ops, residual)
         seconds = time.perf_counter() - start
@@ -251,6 +264,7 @@ class Engine:
             seconds,
             weights == "random",
             tuple(refused),
+            use,
         )
         return cls(resolved, options, config, loaded, tokenizer)
 
@@ -413,6 +427,7 @@ class Engine:
                 "save_bytes_per_token": SAVE_BYTES_PER_TOKEN[self._resolved.device.type],
             },
             "memory": _describe_memory(plan, self._cache_bytes, self._device_memory),
+            "kernels": None if resolved.kernel_use is None else resolved.kernel_use.describe(),
             "refused_kernels": list(resolved.refused_kernels),
             "decode_graphs": list(self._core.runner.graph_sizes),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -521,6 +536,21 @@ def _resolve_backend(backend: str | None, device: torch.device) -> Backend:
         return Backend(_choice("backend", backend, list(Backend)))
     has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
     return Backend.TRITON if has_triton else Backend.PORTABLE
+
+
+def _prepare_kernels(
+    pack: str | Path | None,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    residual_dtype: torch.dtype,
+    device: torch.device,
+) -> KernelUse:
+    """Puts the pack's kernels in place, if there is one, and counts from here on what else is compiled."""
+    from deltafold.kernels.load import KernelUse, use_pack  # needs triton
+
+    if pack is not None:
+        use_pack(Path(pack), config, (dtype, residual_dtype), device)
+    return KernelUse(device, None if pack is None else Path(pack))
 
 
 def _measure_device(

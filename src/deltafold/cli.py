@@ -99,6 +99,10 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     actions = parity.add_subparsers(dest="action", required=True, parser_class=_Parser)
     add_parity_arguments(actions, _add_engine_arguments, _load)
 
+    kernels_help = "compile kernels ahead of time, and check that they have not drifted"
+    kernels = commands.add_parser("kernels", help=kernels_help, description=kernels_help, allow_abbrev=False)
+    _add_kernel_actions(kernels.add_subparsers(dest="action", required=True, parser_class=_Parser))
+
     convert = _command(commands, "convert-tokenizer", _convert, "make a verified tokenizer.json of tiktoken ranks")
     convert.add_argument("model", type=Path, help="folder with tiktoken.model and tokenizer_config.json")
     convert.add_argument(
@@ -116,6 +120,27 @@ def _command(commands: Any, name: str, run: Any, summary: str) -> argparse.Argum
     return parser
 
 
+def _add_kernel_actions(actions: Any) -> None:
+    build = _command(actions, "build", _build_kernels, "compile all that a model launches; needs no GPU")
+    build.add_argument("--arch", action="append", required=True, help="sm_90 or sm_121a (repeatable)")
+    which = build.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model-shape", help="a published model by name: kimi-linear-48b")
+    which.add_argument("--model", help="builtin, a folder with config.json, or a hub id")
+    build.add_argument("--revision", help="revision of a hub id")
+    build.add_argument("--dtype", default="auto", help="auto (default: the checkpoint's), float32 or bfloat16")
+    build.add_argument("--residual-dtype", default="float32", help="float32 (default) or bfloat16")
+    build.add_argument("--max-num-seqs", type=int, default=128, help="most requests in one step (default: 128)")
+    build.add_argument(
+        "--max-num-batched-tokens", type=int, default=8192, help="most prompt tokens in one step (default: 8192)"
+    )
+    build.add_argument("-o", "--output", type=Path, required=True, help="file to write")
+    check = _command(actions, "check", _check_kernels, "say what changed since a pack was built; 1 if anything did")
+    check.add_argument("pack", type=Path, help="what kernels build wrote")
+    tune = _command(actions, "tune", _tune_kernels, "measure launch configurations on this GPU and pin the best")
+    tune.add_argument("--kernel", action="append", required=True, help="a table of pins, e.g. mla_decode (repeatable)")
+    tune.add_argument("-o", "--output", type=Path, help="folder for the tables (default: the package's own)")
+
+
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--model", default="builtin", help="builtin (default), a folder, or a hub id")
@@ -124,6 +149,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", default="auto", help="auto (default), float32 or bfloat16")
     group.add_argument("--residual-dtype", default="float32", help="float32 (default) or bfloat16")
     group.add_argument("--backend", help="which ops run: portable, triton or reference (default: the device's)")
+    group.add_argument("--kernel-pack", type=Path, help="kernels compiled ahead for this model and GPU")
     group.add_argument("--max-num-seqs", type=int, default=64, help="most requests in one step (default: 64)")
     group.add_argument(
         "--max-num-batched-tokens", type=int, default=2048, help="most prompt tokens in one step (default: 2048)"
@@ -167,6 +193,7 @@ def _load(arguments: argparse.Namespace, *, max_waiting: int | None = None) -> E
         dtype=arguments.dtype,
         residual_dtype=arguments.residual_dtype,
         backend=arguments.backend,
+        kernel_pack=arguments.kernel_pack,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_model_len=arguments.max_model_len,
@@ -322,6 +349,34 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _convert(arguments: argparse.Namespace) -> int:
     report = deltafold.convert_tokenizer(arguments.model, arguments.output)
     print(report)
+    return 0
+
+
+def _build_kernels(arguments: argparse.Namespace) -> int:
+    summary = deltafold.build_kernels(
+        arguments.output,
+        arch=arguments.arch,
+        model_shape=arguments.model_shape,
+        model=arguments.model,
+        revision=arguments.revision,
+        dtype=arguments.dtype,
+        residual_dtype=arguments.residual_dtype,
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+    )
+    print(summary)
+    return 0
+
+
+def _check_kernels(arguments: argparse.Namespace) -> int:
+    drift = deltafold.check_kernels(arguments.pack)
+    print(drift)
+    return int(bool(drift.differences))
+
+
+def _tune_kernels(arguments: argparse.Namespace) -> int:
+    for tuned in deltafold.tune_kernels(arguments.kernel, arguments.output):
+        print(tuned)
     return 0
 
 

@@ -10,6 +10,7 @@ DeltafoldError
 │   ├── WeightsError                      safetensors: every tensor concerned
 │   ├── TokenizerError                    tokenizer files or chat template
 │   └── SessionError                      a session's file: another model, dtype or format, or damaged
+├── KernelPackError                       a kernel pack is damaged, or of other kernels, another GPU or model
 ├── GoldenError                           a golden run's file, or one that does not fit: the field concerned
 ├── OptionError (also a ValueError)       a wrong argument of Engine.load or the command line
 ├── DeviceError                           the device asked for is not there
@@ -73,6 +74,10 @@ class TokenizerError(LoadError):
 
 class SessionError(LoadError):
     """A session's file does not fit the engine (model, dtype, format), or is damaged; the message names the field."""
+
+
+class KernelPackError(DeltafoldError):
+    """A kernel pack is damaged, or of other kernels, versions, another GPU or model; the message says which."""
 
 
 class GoldenError(DeltafoldError):

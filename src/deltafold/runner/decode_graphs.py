@@ -172,25 +172,38 @@ class DecodeGraphs:
             logits, greedy, is_finite = self._step(inputs)
         return _Captured(graph, inputs, logits, greedy, is_finite)
 
-    @torch.inference_mode()
     def _step(self, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
-        size = len(inputs.rows)
-        batch = ForwardBatch(
-            token_ids=self._token_ids.index_select(0, inputs.rows),
-            positions=inputs.positions,
-            query_start_loc=self._starts[: size + 1],
-            prefill_start_loc=self._starts[:1],
-            seq_lens=inputs.seq_lens,
-            slot_mapping=inputs.slot_mapping,
-            block_table=self._tables.index_select(0, inputs.rows),
-            state_slots=inputs.state_slots,
-            has_initial_state=inputs.has_initial_state,
-            logits_indices=None,
-            num_decodes=size,
-            num_prefill_blocks=0,
-            snapshots=None,
-        )
-        logits = self._model.logits(self._model.forward(batch, self._caches))
-        greedy = logits.argmax(dim=-1)
-        self._token_ids.index_copy_(0, inputs.rows, greedy)
-        return logits, greedy, torch.isfinite(logits).all(dim=-1)
+        return decode_step(self._model, self._caches, self._token_ids, self._tables, self._starts, inputs)
+
+
+@torch.inference_mode()
+def decode_step(
+    model: CausalLM,
+    caches: Sequence[LayerCache],
+    token_ids: Tensor,
+    tables: Tensor,
+    starts: Tensor,
+    inputs: StepInputs,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What is captured: logits [N, vocab], greedy ids [N], finiteness [N]. Reads and writes `token_ids` [slots + 1],
+    reads `tables` [slots + 1, max_blocks], both by slot; `starts` is 0, 1, 2, ..."""
+    size = len(inputs.rows)
+    batch = ForwardBatch(
+        token_ids=token_ids.index_select(0, inputs.rows),
+        positions=inputs.positions,
+        query_start_loc=starts[: size + 1],
+        prefill_start_loc=starts[:1],
+        seq_lens=inputs.seq_lens,
+        slot_mapping=inputs.slot_mapping,
+        block_table=tables.index_select(0, inputs.rows),
+        state_slots=inputs.state_slots,
+        has_initial_state=inputs.has_initial_state,
+        logits_indices=None,
+        num_decodes=size,
+        num_prefill_blocks=0,
+        snapshots=None,
+    )
+    logits = model.logits(model.forward(batch, caches))
+    greedy = logits.argmax(dim=-1)
+    token_ids.index_copy_(0, inputs.rows, greedy)
+    return logits, greedy, torch.isfinite(logits).all(dim=-1)

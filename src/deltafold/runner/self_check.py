@@ -7,7 +7,7 @@ takes its place.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import cast
 
@@ -30,18 +30,13 @@ def checked_ops(
 ) -> tuple[Ops, list[str]]:
     """`ops`, with the portable op in place of each that fails its case, and the names of those."""
     portable = select(Backend.PORTABLE)
-    shapes = {(spec.recurrent_shape, spec.conv_shape, spec.decays_by_head) for spec in specs if spec.recurrent_shape}
     failed: set[str] = set()
-    for recurrent_shape, conv_shape, decays_by_head in sorted(shapes):
-        cases = _Cases(recurrent_shape, conv_shape, decays_by_head, dtype, device)
-        for name, case in (("delta_prefill", cases.prefill), ("delta_step", cases.step)):
-            error = _error(case(ops), case(portable))
-            if not error <= TOLERANCES[dtype]:
-                failed.add(name)
-                message = (
-                    f"kernel {name} is off by {error:.2g} at shape {recurrent_shape}: the portable op runs instead"
-                )
-                warnings.warn(message, DeltafoldWarning, stacklevel=2)
+    for name, recurrent_shape, case in check_cases(specs, dtype, device):
+        error = _error(case(ops), case(portable))
+        if not error <= TOLERANCES[dtype]:
+            failed.add(name)
+            message = f"kernel {name} is off by {error:.2g} at shape {recurrent_shape}: the portable op runs instead"
+            warnings.warn(message, DeltafoldWarning, stacklevel=2)
     if not failed:
         return ops, []
     names = [name for name in dir(Ops) if not name.startswith("_")]
@@ -50,6 +45,17 @@ def checked_ops(
 
 
 Case = Callable[[Ops], Sequence[Tensor]]
+
+
+def check_cases(
+    specs: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, tuple[int, ...], Case]]:
+    """Op, state shape [HV, K, V] and case, for each shape among the layers."""
+    shapes = {(spec.recurrent_shape, spec.conv_shape, spec.decays_by_head) for spec in specs if spec.recurrent_shape}
+    for recurrent_shape, conv_shape, decays_by_head in sorted(shapes):
+        cases = _Cases(recurrent_shape, conv_shape, decays_by_head, dtype, device)
+        yield "delta_prefill", recurrent_shape, cases.prefill
+        yield "delta_step", recurrent_shape, cases.step
 
 
 class _Cases:

@@ -31,6 +31,24 @@ def warm_up(
 ) -> int:
     """Bytes that the largest step takes beside weights and caches on a CUDA device. Prefills of every kind of length
     are run, alone, with snapshots and beside decodes, and decodes of `max_num_seqs` requests."""
+    caches = warm_up_caches(specs, dtype, device, max_num_batched_tokens)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device)
+    for batch in warm_up_batches(max_num_batched_tokens, max_num_seqs, max_model_len, device):
+        run_step(model, batch, caches)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_reserved(device) - before
+    del caches
+    torch.cuda.empty_cache()
+    return peak
+
+
+def warm_up_caches(
+    specs: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, max_num_batched_tokens: int
+) -> tuple[LayerCache, ...]:
+    """Caches that hold what `warm_up_batches` write, and no more."""
     num_blocks = -(-(max_num_batched_tokens + BLOCK_SIZE) // BLOCK_SIZE)
     plan = MemoryPlan(
         num_blocks=num_blocks,
@@ -41,32 +59,23 @@ def warm_up(
         max_model_len=num_blocks * BLOCK_SIZE,
         budget=0,
     )
-    caches = allocate(plan, specs, dtype, device)
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_reserved(device)
-    sizes = {min(size, max_num_batched_tokens) for size in ODD_SIZES}
-    sizes |= {2**i for i in range(max_num_batched_tokens.bit_length())} | {max_num_batched_tokens}
-    for batch in _batches(sorted(sizes), max_num_batched_tokens, max_num_seqs, max_model_len, device):
-        _run(model, batch, caches)
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_reserved(device) - before
-    del caches
-    torch.cuda.empty_cache()
-    return peak
+    return allocate(plan, specs, dtype, device)
 
 
 @torch.inference_mode()
-def _run(model: CausalLM, batch: ForwardBatch, caches: Sequence[LayerCache]) -> None:
+def run_step(model: CausalLM, batch: ForwardBatch, caches: Sequence[LayerCache]) -> None:
+    """Forward pass and logits; nothing is kept."""
     logits = model.logits(model.forward(batch, caches))
     torch.where(torch.isfinite(logits).all(dim=-1, keepdim=True), logits, 0.0).argmax(dim=-1)
 
 
-def _batches(
-    sizes: Sequence[int], max_tokens: int, max_num_seqs: int, max_model_len: int, device: torch.device
+def warm_up_batches(
+    max_tokens: int, max_num_seqs: int, max_model_len: int, device: torch.device
 ) -> Iterator[ForwardBatch]:
-    for size in sizes:
+    """Every kind of step but the captured ones (`decode_graphs.py`)."""
+    sizes = {min(size, max_tokens) for size in ODD_SIZES}
+    sizes |= {2**i for i in range(max_tokens.bit_length())} | {max_tokens}
+    for size in sorted(sizes):
         yield _batch([size], 0, device)
         yield _batch([size], 0, device, num_before=BLOCK_SIZE)
     with_room = min(max_tokens, 2 * BLOCK_SIZE)

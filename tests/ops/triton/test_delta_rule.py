@@ -25,6 +25,7 @@ from torch import Tensor
 from deltafold.ops import CHUNK_SIZE, reference
 from deltafold.ops.triton import delta_recurrent, delta_step, recurrent_delta_rule
 from deltafold.ops.triton.delta_chunked import LIMIT, chunked_delta_rule, delta_prefill
+from deltafold.ops.triton.pinning import pinned_for
 from deltafold.ops.triton.ragged import num_chunk_slots
 
 LOG_2 = 0.6931471805599453
@@ -91,14 +92,19 @@ def test_gate_inside_equals_gate_before(is_kda, device):
     assert_near(pools[0], pools[1].cpu(), 1e-4, "state")
 
 
+def limit_fused_steps(monkeypatch, max_step_requests):
+    pins = pinned_for(delta_recurrent.DecodeTiles, "delta_step", "default", "full")
+    tiles = dataclasses.replace(pins, max_step_requests=max_step_requests)
+    monkeypatch.setattr(delta_recurrent, "step_tiles", lambda tensor: tiles)
+
+
 @on_triton
 @pytest.mark.parametrize("case", cases_of("delta_step"), ids=lambda case: case.name)
 def test_fused_and_separate_steps_agree(case, device, monkeypatch, poisoned_memory):
     """The two forms of `delta_step`, between which the number of requests chooses."""
     results = []
     for max_step_requests in (0, 1000):
-        tiles = dataclasses.replace(delta_recurrent.TILES, max_step_requests=max_step_requests)
-        monkeypatch.setattr(delta_recurrent, "TILES", tiles)
+        limit_fused_steps(monkeypatch, max_step_requests)
         args = [move(x, device) for x in case.args]
         results.append((delta_step(*args), args[2], args[11]))
     tolerance = 2 * TOLERANCE[Backend.TRITON, case.dtype]
@@ -114,8 +120,7 @@ def test_padded_steps_give_zeros_whatever_their_gates(device, monkeypatch, poiso
     padded = torch.tensor([slot == PAD_SLOT for slot in case.args[12].tolist()])
     others = [slot for slot in range(case.args[11].shape[0]) if slot not in case.owned]
     for max_step_requests in (0, 1000):
-        tiles = dataclasses.replace(delta_recurrent.TILES, max_step_requests=max_step_requests)
-        monkeypatch.setattr(delta_recurrent, "TILES", tiles)
+        limit_fused_steps(monkeypatch, max_step_requests)
         args = [move(x, device) for x in case.args]
         out = delta_step(*args).cpu()
         assert not out[padded].any()

@@ -12,6 +12,8 @@ from tests.ops.triton.devices import on_triton, relative_error
 from deltafold.ops import reference
 from deltafold.ops.triton import moe, router
 
+PLANS = [plan for room in ("full", "compact") for plan in moe.grouped_plans("default", room)]
+
 
 def problem(T, E, J, D, width, device, dtype=torch.float32, seed=0):
     """x, w13, w2, weights, ids on the device; half of the pairs go to expert 1."""
@@ -66,7 +68,7 @@ def halved(plan):
 
 
 @on_triton
-@pytest.mark.parametrize("plan", moe.PLANS + moe.COMPACT_PLANS, ids=lambda plan: f"{plan.up.BM}x{plan.up.BN}")
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.up.BM}x{plan.up.BN}")
 @pytest.mark.parametrize(("D", "width"), [(40, 24), (33, 21)], ids=["descriptors", "pointers"])
 def test_every_plan_agrees_with_the_reference(D, width, plan, device, poisoned_memory):
     """Rows of 33 or 21 floats are not aligned for the copy engine, so their weights are read through pointers. Of tiles

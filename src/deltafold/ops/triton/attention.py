@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from deltafold.ops.triton.launch import (
-    is_compact,
     load_tile,
     num_multiprocessors,
     overlap,
@@ -22,12 +21,10 @@ from deltafold.ops.triton.launch import (
     tile_source,
     wait_for_predecessor,
 )
+from deltafold.ops.triton.pinning import pinned
 from deltafold.ops.triton.softmax import LOG2_E, AttentionTile, tile_width
 
-MAX_HEAD_TILE, MIN_ROW_TILE = 32, 16
-
-DECODE = AttentionTile(BM=MAX_HEAD_TILE, BN=64, num_warps=4, num_stages=2)
-COMPACT_DECODE = AttentionTile(BM=16, BN=32, num_warps=4, num_stages=2)
+MIN_ROW_TILE = 16
 FEW_SPLITS, MANY_SPLITS, COMBINE_TILE = 4, 32, 2048
 TOKEN_TILE = 16
 ABSORB_COLS, PROJECT_COLS, PROJECT_BK = 128, 32, 128
@@ -177,7 +174,7 @@ def mla_decode(
     out = torch.empty(N, H, rank, dtype=q.dtype, device=q.device)
     if N == 0:
         return out
-    tile = COMPACT_DECODE if is_compact(q) else DECODE
+    tile = pinned(AttentionTile, "mla_decode", q)
     BN = math.gcd(tile.BN, block_size)
     head_tile = min(tile.BM, max(16, triton.next_power_of_2(H)))
     head_tiles = triton.cdiv(H, head_tile)

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from deltafold.ops import CHUNK_SIZE
 from deltafold.ops.triton.gate import LOG2_E, log2_softplus
-from deltafold.ops.triton.launch import INTERPRETED, is_compact, overlap, wait_for_predecessor
+from deltafold.ops.triton.launch import INTERPRETED, overlap, wait_for_predecessor
+from deltafold.ops.triton.pinning import pinned
 from deltafold.ops.triton.ragged import REQUEST_TILE, dense_rows, find_request, first_chunk, num_chunk_slots
 
 
@@ -37,13 +38,6 @@ class PrefillTiles:
 
 LIMIT = tl.constexpr(100.0)
 """Largest exponent of 2 in a factor of a score: it leaves room for small q and k, and large ones, in bfloat16."""
-
-TILES = PrefillTiles(
-    intra_slice=64, intra_warps=4, intra_registers=None, intra_stages=2, block_v=32, inter_warps=4, inter_stages=3
-)
-COMPACT_TILES = replace(TILES, intra_slice=32, inter_stages=1)
-"""For devices with little shared memory, and for float32."""
-
 
 MIN_WIDTH, MIN_HALF_WIDTH = 16, 64
 """Least width of a tile of float32 and of two-byte numbers. Products of two-byte tiles of 16 columns read beyond their
@@ -473,7 +467,7 @@ def _run(
     requests: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:
     """With `gate_params` (A_log, dt_bias), gate and beta are before their nonlinearity."""
-    tiles = COMPACT_TILES if is_compact(q) else TILES
+    tiles = pinned(PrefillTiles, "delta_prefill", q)
     T, H, K = k.shape
     HV, V = v.shape[1:]
     query_start_loc, state_slots, has_initial_state = requests

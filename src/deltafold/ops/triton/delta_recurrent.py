@@ -18,6 +18,7 @@ from deltafold.ops import Activation
 from deltafold.ops.triton.gate import LOG2_E, log2_softplus
 from deltafold.ops.triton.gated_norm import gated_rms_norm_of_slots
 from deltafold.ops.triton.launch import overlap, wait_for_predecessor
+from deltafold.ops.triton.pinning import pinned
 from deltafold.ops.triton.ragged import dense_rows
 
 
@@ -35,18 +36,13 @@ class DecodeTiles:
     conv_channels: int
 
 
-TILES = DecodeTiles(
-    block_v=64,
-    recurrent_warps=4,
-    recurrent_registers=None,
-    step_warps=4,
-    step_registers=None,
-    max_step_requests=16,
-    conv_channels=512,
-)
-
 PREPARE_ROWS = 8
 """Rows of (token, head) a program of `prepare_kernel`."""
+
+
+def step_tiles(tensor: Tensor) -> DecodeTiles:
+    """For the tensor's device and dtype."""
+    return pinned(DecodeTiles, "delta_step", tensor)
 
 
 @triton.jit
@@ -239,11 +235,12 @@ def _run_recurrence(
         K**-0.5, H=H, HV=HV, K=K, BK=BK, ROWS=PREPARE_ROWS, RAW_GATE=gate_params is not None,
         PER_CHANNEL=gate.dim() == 3, num_warps=4, **overlap(v),
     )  # fmt: skip
-    BV = min(TILES.block_v, triton.next_power_of_2(V))
+    tiles = step_tiles(v)
+    BV = min(tiles.block_v, triton.next_power_of_2(V))
     recurrent_kernel[(triton.cdiv(V, BV), HV, N)](
         prepared, v, out, recurrent_state, query_start_loc, state_slots, has_initial_state, v.stride(0),
-        recurrent_state.stride(0), HV=HV, K=K, V=V, BK=BK, BV=BV, num_warps=TILES.recurrent_warps,
-        maxnreg=TILES.recurrent_registers, **overlap(v),
+        recurrent_state.stride(0), HV=HV, K=K, V=V, BK=BK, BV=BV, num_warps=tiles.recurrent_warps,
+        maxnreg=tiles.recurrent_registers, **overlap(v),
     )  # fmt: skip
     return out
 
@@ -325,9 +322,10 @@ def _conv_steps(
     N, D = x.shape
     W = weight.shape[1]
     out = torch.empty(N, D, dtype=x.dtype, device=x.device)
-    conv_step_kernel[(triton.cdiv(D, TILES.conv_channels), N)](
+    channels = step_tiles(x).conv_channels
+    conv_step_kernel[(triton.cdiv(D, channels), N)](
         x, weight, conv_state, out, state_slots, has_initial_state, x.stride(0), conv_state.stride(0),
-        D=D, W=W, BD=TILES.conv_channels, BW=triton.next_power_of_2(W), num_warps=4, **overlap(x),
+        D=D, W=W, BD=channels, BW=triton.next_power_of_2(W), num_warps=4, **overlap(x),
     )  # fmt: skip
     return out
 
@@ -441,7 +439,8 @@ def delta_step(
     if N == 0:
         return out
     H = (qkv.shape[1] - HV * V) // (2 * K)
-    if TILES.max_step_requests < N:
+    tiles = step_tiles(qkv)
+    if tiles.max_step_requests < N:
         return _unfused_step(
             qkv, conv_weight, conv_state, raw_gate, beta_logits, A_log, dt_bias, out_gate, norm_weight, eps, activation,
             recurrent_state, state_slots, has_initial_state,
@@ -454,7 +453,7 @@ def delta_step(
         recurrent_state.stride(0), K**-0.5, eps, H=H, HV=HV, K=K, V=V, W=W,
         BK=triton.next_power_of_2(K), BV=triton.next_power_of_2(V), BW=triton.next_power_of_2(W),
         PER_CHANNEL=raw_gate.dim() == 3, SILU_GATE=activation == "silu",
-        num_warps=TILES.step_warps, maxnreg=TILES.step_registers, **overlap(qkv),
+        num_warps=tiles.step_warps, maxnreg=tiles.step_registers, **overlap(qkv),
     )  # fmt: skip
     return out
 

@@ -6,6 +6,8 @@ so calls `wait_for_predecessor` before it touches memory that another kernel wri
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypedDict
 
 import torch
@@ -23,9 +25,37 @@ class Overlap(TypedDict):
     launch_pdl: bool
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What launches depend on beside their arguments."""
+
+    arch: str  # sm_90 and so on; pins may have entries of it
+    num_multiprocessors: int
+    shared_memory: int  # bytes a program may use
+    has_overlap: bool  # whether launches overlap: compute capability 9.0 and up
+
+
+NO_DEVICE = DeviceFacts(arch="none", num_multiprocessors=4, shared_memory=232448, has_overlap=False)
+"""Where there is no GPU (Triton's interpreter): room as on Hopper."""
+
+
+@cache
+def device_facts(device: torch.device) -> DeviceFacts:
+    """Of a GPU, its own. `kernels/recording.py` puts those of a GPU that is not here in this function's place."""
+    if device.type != "cuda":
+        return NO_DEVICE
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceFacts(
+        arch=f"sm_{properties.major}{properties.minor}",
+        num_multiprocessors=properties.multi_processor_count,
+        shared_memory=int(properties.shared_memory_per_block_optin),  # type: ignore[attr-defined]
+        has_overlap=properties.major >= 9,
+    )
+
+
 def has_overlap(tensor: Tensor) -> bool:
-    """Whether the tensor's device overlaps launches: compute capability 9.0 and up."""
-    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
+    """Whether the tensor's device overlaps launches."""
+    return device_facts(tensor.device).has_overlap
 
 
 def overlap(tensor: Tensor) -> Overlap:
@@ -34,11 +64,14 @@ def overlap(tensor: Tensor) -> Overlap:
     return Overlap(PDL=has_pdl, launch_pdl=has_pdl)
 
 
+def arch_of(tensor: Tensor) -> str:
+    """The tensor's device's architecture, sm_90 and so on; "none" where there is no GPU."""
+    return device_facts(tensor.device).arch
+
+
 def shared_memory(tensor: Tensor) -> int:
     """Bytes of shared memory a program may use on the tensor's device; as on Hopper where there is no GPU."""
-    if not tensor.is_cuda:
-        return 232448
-    return int(torch.cuda.get_device_properties(tensor.device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    return device_facts(tensor.device).shared_memory
 
 
 @triton.jit
@@ -89,12 +122,16 @@ def tile_source(matrix: Tensor, rows: int, cols: int) -> tuple[Any, bool]:
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.shape[1], 1], [rows, cols]), True
 
 
+MIN_FULL_MEMORY = 200_000
+"""Bytes of shared memory that the larger tiles need."""
+
+
 def is_compact(tensor: Tensor) -> bool:
     """Whether tiles of this dtype must be small: the tiles pinned for data-centre GPUs and two-byte numbers fill 227 KB
     of shared memory; other devices have 99 KB, and float32 needs twice the room."""
-    return shared_memory(tensor) < 200_000 or tensor.element_size() > 2
+    return shared_memory(tensor) < MIN_FULL_MEMORY or tensor.element_size() > 2
 
 
 def num_multiprocessors(tensor: Tensor) -> int:
     """Multiprocessors of the tensor's device; 4 where there is no GPU (Triton's interpreter)."""
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 4
+    return device_facts(tensor.device).num_multiprocessors

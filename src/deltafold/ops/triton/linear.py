@@ -5,6 +5,8 @@ A program loads its weight rows before it waits for the kernel before it, so tha
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -12,15 +14,24 @@ import triton.language as tl
 from torch import Tensor
 
 from deltafold.ops.triton.launch import overlap, wait_for_predecessor
+from deltafold.ops.triton.pinning import pinned
 
-MAX_TOKENS, MAX_TOKENS_FEW_ROWS, FEW_ROWS = 2, 4, 1024
-"""Up to these many tokens `gemv_kernel` measures faster than the vendor's GEMM; more of them for weights of few rows,
-which fill no GEMM's tiles."""
+
+@dataclass(frozen=True, slots=True)
+class LinearTile:
+    """Rows by columns of a weight, and up to how many tokens `gemv_kernel` measures faster than the vendor's GEMM: more
+    of them for weights of few rows, which fill no GEMM's tiles."""
+
+    max_tokens: int
+    max_tokens_few_rows: int
+    few_rows: int
+    rows: int
+    cols: int
+    num_warps: int
+
 
 MAX_COLUMNS = 9216
 """A program holds its rows in registers; longer ones do not fit."""
-
-ROWS, COLS, NUM_WARPS = 2, 512, 2
 
 
 @triton.jit
@@ -56,13 +67,14 @@ def gemv_kernel(
 def linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """See `Ops.linear`."""
     T, (N, K) = x.shape[0], weight.shape
-    max_tokens = MAX_TOKENS_FEW_ROWS if N <= FEW_ROWS else MAX_TOKENS
+    tile = pinned(LinearTile, "linear", x)
+    max_tokens = tile.max_tokens_few_rows if tile.few_rows >= N else tile.max_tokens
     if T == 0 or max_tokens < T or K > MAX_COLUMNS or not weight.is_contiguous():
         return _vendor_linear(x, weight, dtype)
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(T, N, dtype=dtype, device=x.device)
-    gemv_kernel[(triton.cdiv(N, ROWS),)](
-        x, weight, out, x.stride(0), N, K=K, T=T, ROWS=ROWS, COLS=COLS, num_warps=NUM_WARPS, **overlap(x)
+    gemv_kernel[(triton.cdiv(N, tile.rows),)](
+        x, weight, out, x.stride(0), N, K=K, T=T, ROWS=tile.rows, COLS=tile.cols, num_warps=tile.num_warps, **overlap(x)
     )
     return out
 

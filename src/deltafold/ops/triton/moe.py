@@ -8,6 +8,7 @@ activation fused, a down GEMM that weighs its rows, and a sum over the choices. 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -15,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from deltafold.ops import Scoring
-from deltafold.ops.triton.launch import is_compact, load_tile, overlap, product, tile_source, wait_for_predecessor
+from deltafold.ops.triton.launch import arch_of, load_tile, overlap, product, tile_source, wait_for_predecessor
+from deltafold.ops.triton.pinning import chosen, pinned, room_of
 from deltafold.ops.triton.router import choose
 
 MAX_GEMV_TOKENS = 4
@@ -43,10 +45,6 @@ class Tile:
     num_stages: int
 
 
-UP_GEMV = Gemv(rows=4, cols=256, num_warps=4, num_stages=4)
-DOWN_GEMV = Gemv(rows=4, cols=1024, num_warps=4, num_stages=4)
-
-
 @dataclass(frozen=True)
 class GroupedPlan:
     """How experts run that have up to `max_mean_pairs` pairs on average; both tiles have the same BM.
@@ -61,20 +59,16 @@ class GroupedPlan:
     is_small: bool
 
 
-PLANS: tuple[GroupedPlan, ...] = (
-    GroupedPlan(8, Tile(16, 64, 128, 4, 3), Tile(16, 64, 128, 4, 5), is_small=True),
-    GroupedPlan(24, Tile(32, 64, 128, 4, 3), Tile(32, 64, 128, 4, 5), is_small=False),
-    GroupedPlan(80, Tile(64, 128, 64, 8, 4), Tile(64, 128, 64, 4, 4), is_small=False),
-    GroupedPlan(float("inf"), Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 4), is_small=False),
-)
-"""In rising order."""
+@cache
+def grouped_plans(arch: str, room: str) -> tuple[GroupedPlan, ...]:
+    """In rising order."""
+    return tuple(
+        GroupedPlan(
+            float(entry.shape_class), Tile(**entry.pins["up"]), Tile(**entry.pins["down"]), entry.pins["is_small"]
+        )
+        for entry in chosen("grouped_experts", arch, room)
+    )
 
-COMPACT_PLANS: tuple[GroupedPlan, ...] = (
-    GroupedPlan(8, Tile(16, 64, 64, 4, 4), Tile(16, 64, 128, 4, 4), is_small=True),
-    GroupedPlan(24, Tile(32, 64, 64, 4, 4), Tile(32, 64, 128, 4, 3), is_small=False),
-    GroupedPlan(float("inf"), Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3), is_small=False),
-)
-"""The same for devices with little shared memory."""
 
 SORT_TILE = 1024
 SUM_TILE = 1024
@@ -273,7 +267,7 @@ def experts_down_kernel(
     TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`out[pair] = weight[pair] * hidden w2^T` of one tile of pairs; grid and HALVES as for `experts_up_kernel`."""
+    """`out[pair] = weight[pair] * hidden w2^T` of a tile of pairs; grid (max_tiles * tiles of D,), HALVES as above."""
     num_n = tl.cdiv(D, BN)
     i_tile = tl.program_id(0) // num_n
     i_n = tl.program_id(0) % num_n * BN
@@ -421,7 +415,8 @@ def routed_experts(
 
 
 def _matrix_vector(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    return gemv_down(gemv_up(x, w13, ids, UP_GEMV), w2, weights, ids, x.dtype, DOWN_GEMV)
+    hidden = gemv_up(x, w13, ids, pinned(Gemv, "gemv_up", x))
+    return gemv_down(hidden, w2, weights, ids, x.dtype, pinned(Gemv, "gemv_down", x))
 
 
 def gemv_up(x: Tensor, w13: Tensor, ids: Tensor, gemv: Gemv) -> Tensor:
@@ -448,7 +443,7 @@ def gemv_down(hidden: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, dtype: t
 
 def _grouped(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     E = w13.shape[0]
-    plans = COMPACT_PLANS if is_compact(x) else PLANS
+    plans = grouped_plans(arch_of(x), room_of(x))
     plan = next(plan for plan in plans if ids.numel() <= plan.max_mean_pairs * E)
     groups = group_pairs(ids, E, plan.up.BM, is_small=plan.is_small)
     hidden = grouped_up(x, w13, ids.shape[1], groups, plan.up)

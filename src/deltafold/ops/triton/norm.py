@@ -30,7 +30,8 @@ def rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`out = x * rsqrt(mean(x^2) + eps) * weight`, with `x += residual` written back first if HAS_RESIDUAL."""
+    """`out = x * rsqrt(mean(x^2) + eps) * weight`, with `x += residual` written back first if HAS_RESIDUAL;
+    grid (rows,)."""
     i_row = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < D

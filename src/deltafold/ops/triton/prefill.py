@@ -6,12 +6,15 @@ For one chunk of the contexts after the other, `expand_kernel` makes keys and va
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltafold.ops.triton.launch import is_compact, load_tile, product, tile_source
+from deltafold.ops.triton.launch import load_tile, product, tile_source
+from deltafold.ops.triton.pinning import pinned
 from deltafold.ops.triton.ragged import REQUEST_TILE, find_request, first_chunk, num_chunk_slots
 from deltafold.ops.triton.softmax import LOG2_E, AttentionTile, softmax_step, tile_width
 
@@ -19,13 +22,18 @@ WORKSPACE_ROWS = 16384
 """Context rows expanded at a time over all requests of a prefill; 268 MB at 32 heads of 128 + 128 in bfloat16."""
 
 EXPAND_ROWS = 128
-"""Context rows a program expands; a prefill tile of keys divides it, so that no tile is read half written."""
+"""Chunks are multiples of it. Tiles of the context's rows divide it, so that none is read half written."""
 
-PREFILL = AttentionTile(BM=128, BN=64, num_warps=8, num_stages=3)
-EXPAND = AttentionTile(BM=EXPAND_ROWS, BN=256, num_warps=8, num_stages=3)
-COMPACT_PREFILL = AttentionTile(BM=64, BN=32, num_warps=4, num_stages=2)
-COMPACT_EXPAND = AttentionTile(BM=EXPAND_ROWS, BN=64, num_warps=4, num_stages=3)
-EXPAND_BK = 64
+
+@dataclass(frozen=True)
+class ExpandTile:
+    """Tile of the expansion: BM context rows, BN columns, BK of the latent rank."""
+
+    BM: int
+    BN: int
+    BK: int
+    num_warps: int
+    num_stages: int
 
 
 @triton.jit(do_not_specialize=["p_seq_lens", "p_table", "stride_table"])
@@ -218,13 +226,13 @@ def _expand(
     chunk: int,
 ) -> None:
     width, R = weight.shape
-    N, P, tile = seq_lens.shape[0], pe.shape[1], COMPACT_EXPAND if is_compact(kv) else EXPAND
-    source, tma = tile_source(weight, tile.BN, EXPAND_BK)
+    N, P, tile = seq_lens.shape[0], pe.shape[1], pinned(ExpandTile, "mla_expand", kv)
+    source, tma = tile_source(weight, tile.BN, tile.BK)
     expand_kernel[(triton.cdiv(width, tile.BN), chunk // tile.BM, N)](
         latent_cache, source, seq_lens, block_table, kv, pe,
         latent_cache.stride(0), latent_cache.stride(1), block_table.stride(0), latent_cache.shape[1],
         chunk_start, chunk, width, R, P,
-        BM=tile.BM, BN=tile.BN, BK=EXPAND_BK, BP=tile_width(P), TMA=tma,
+        BM=tile.BM, BN=tile.BN, BK=tile.BK, BP=tile_width(P), TMA=tma,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
@@ -243,7 +251,7 @@ def _attend_chunk(
     scale: float,
 ) -> None:
     (T, H, key_dim), V, N, P = q.shape, out.shape[2], seq_lens.shape[0], pe.shape[1]
-    tile = COMPACT_PREFILL if is_compact(q) else PREFILL
+    tile = pinned(AttentionTile, "mla_prefill", q)
     nope = key_dim - P
     BK, BV, BP = tile_width(nope), tile_width(V), tile_width(P)
     sources = [tile_source(kv, tile.BN, BK), tile_source(kv, tile.BN, BV), tile_source(pe, tile.BN, BP)]
