@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoints import base_config
 from tests.stepping import LoadedModel
 
 from deltafold import CapacityError, Engine, OptionError, plan_capacity
 from deltafold.cache.memory import bytes_per_block, bytes_per_slot
 from deltafold.cli import main
+from deltafold.kernels.targets import published_config
 
 GIB = 2**30
 
@@ -22,18 +22,7 @@ GIB = 2**30
 def full_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """config.json of the published shape, and nothing else."""
     folder = tmp_path_factory.mktemp("full")
-    config = base_config(
-        vocab_size=163840, hidden_size=2304, intermediate_size=9216, moe_intermediate_size=1024, num_hidden_layers=27,
-        num_attention_heads=32, num_key_value_heads=32, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
-        v_head_dim=128, num_experts=256, num_experts_per_token=8, dtype="bfloat16", model_max_length=1048576,
-        architectures=["KimiLinearForCausalLM"],
-        linear_attn_config={
-            "kda_layers": [i for i in range(1, 28) if i not in (4, 8, 12, 16, 20, 24, 27)],
-            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32,
-            "short_conv_kernel_size": 4,
-        },
-    )  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(published_config("kimi-linear-48b")))
     return folder
 
 

@@ -103,7 +103,7 @@ class Engine:
         self._config = config
         self._tokenizer = tokenizer
         specs = model.layer_specs(config)
-        is_fused = resolved.device.type == "cuda" and resolved.backend is Backend.TRITON
+        is_fused = _is_fused(resolved.device, resolved.backend)
         # A portable op waits for the device, which no captured step may.
         has_graphs = is_fused and options.decode_graphs and "delta_step" not in resolved.refused_kernels
         sizes = graph_sizes(options.max_num_seqs) if has_graphs else ()
@@ -230,7 +230,7 @@ class Engine:
         tokenizer = Tokenizer.from_folder(folder, vocab_size=config.vocab_size)
         torch_dtype = _resolve_dtype(dtype, config, torch_device)
         ops = _select_ops(backend_name)
-        is_fused = torch_device.type == "cuda" and backend_name is Backend.TRITON
+        is_fused = _is_fused(torch_device, backend_name)
         if kernel_pack is not None and not is_fused:
             raise OptionError(
                 f"kernel_pack is for the triton backend on a GPU, this is {backend_name} on {torch_device.type}"
@@ -536,6 +536,11 @@ def _resolve_backend(backend: str | None, device: torch.device) -> Backend:
         return Backend(_choice("backend", backend, list(Backend)))
     has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
     return Backend.TRITON if has_triton else Backend.PORTABLE
+
+
+def _is_fused(device: torch.device, backend: Backend) -> bool:
+    """Whether no op waits for the device: what graphs, packs and running ahead need."""
+    return device.type == "cuda" and backend is Backend.TRITON
 
 
 def _prepare_kernels(

@@ -75,8 +75,8 @@ class GatedDeltaNet:
         """x [T, hidden] -> [T, hidden]; updates convolution taps and recurrent state."""
         HV, V = self.config.num_value_heads, self.config.value_head_dim
         fused = ops.linear(x, self.in_proj, x.dtype)
-        qkv, z, b, a = fused.split([self.config.conv_dim, HV * V, HV, HV], dim=-1)
-        inputs = DeltaProjections(qkv=qkv, raw_gate=a, beta_logits=b, out_gate=z.unflatten(-1, (HV, V)))
+        qkv, z, b, a = fused.split_with_sizes([self.config.conv_dim, HV * V, HV, HV], dim=-1)
+        inputs = DeltaProjections(qkv=qkv, raw_gate=a, beta_logits=b, out_gate=z.view(-1, HV, V))
         o = delta_attention(inputs, self.weights, batch, cache, ops)
         return ops.linear(o.flatten(1), self.out_proj, x.dtype)
 

@@ -13,10 +13,10 @@ from deltafold.cache.memory import LayerSpec
 from deltafold.checkpoint.config import LayerType, LinearAttentionConfig, MlpType, ModelConfig
 from deltafold.checkpoint.weights import Source, TensorSpec
 from deltafold.layers.basic import SwiGlu, zero_centered_norm_spec
-from deltafold.layers.decoder import Decoder, DecoderLayer, FeedForward, Mixer, needed
+from deltafold.layers.decoder import Decoder, DecoderLayer, Mixer, needed
 from deltafold.layers.gated_delta import GatedDeltaNet
 from deltafold.layers.gqa import GatedAttention
-from deltafold.layers.moe import Moe, MoeNames
+from deltafold.layers.moe import Moe, MoeNames, feed_forward_of
 from deltafold.layers.rope import Rotary
 
 InProjSources = Callable[[str, LinearAttentionConfig, int], Sequence[Source]]
@@ -80,9 +80,5 @@ def _layer(i: int, config: ModelConfig, tensors: Mapping[str, Tensor], rotary: R
     else:
         gqa = needed(config.gqa, "attention")
         mixer = GatedAttention.from_tensors(tensors, f"{prefix}self_attn.", gqa, eps, rotary)
-    feed_forward: FeedForward
-    if config.mlp_types[i] is MlpType.SPARSE:
-        feed_forward = Moe.from_tensors(tensors, f"{prefix}mlp.", needed(config.moe, "expert"))
-    else:
-        feed_forward = SwiGlu.from_tensors(tensors, f"{prefix}mlp.")
+    feed_forward = feed_forward_of(tensors, config.mlp_types[i], config.moe, moe=f"{prefix}mlp.", dense=f"{prefix}mlp.")
     return DecoderLayer.of(tensors, prefix, mixer, feed_forward)

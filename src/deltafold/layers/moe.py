@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltafold.checkpoint.config import MoeConfig
+from deltafold.checkpoint.config import MlpType, MoeConfig
 from deltafold.checkpoint.weights import Init, Source, TensorSpec
 from deltafold.layers.basic import SwiGlu, fused_rows_spec
+from deltafold.layers.decoder import FeedForward, needed
 from deltafold.ops import Ops
 
 
@@ -112,3 +113,12 @@ class Moe:
         if self.shared_gate is not None:
             shared = ops.sigmoid_mul(shared, ops.linear(x, self.shared_gate, x.dtype))
         return y + shared
+
+
+def feed_forward_of(
+    tensors: Mapping[str, Tensor], kind: MlpType, config: MoeConfig | None, *, moe: str, dense: str
+) -> FeedForward:
+    """A layer's experts from under the prefix `moe`, or its dense feed-forward from under `dense`."""
+    if kind is MlpType.SPARSE:
+        return Moe.from_tensors(tensors, moe, needed(config, "expert"))
+    return SwiGlu.from_tensors(tensors, dense)

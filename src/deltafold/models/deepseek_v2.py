@@ -16,9 +16,9 @@ from deltafold.checkpoint.config import MlpType, ModelConfig
 from deltafold.checkpoint.weights import ParameterTable
 from deltafold.layers.basic import SwiGlu, norm_spec
 from deltafold.layers.batch import ForwardBatch
-from deltafold.layers.decoder import Decoder, DecoderLayer, FeedForward, needed
+from deltafold.layers.decoder import Decoder, DecoderLayer, needed
 from deltafold.layers.mla import Mla
-from deltafold.layers.moe import Moe, MoeNames
+from deltafold.layers.moe import Moe, MoeNames, feed_forward_of
 from deltafold.layers.rope import Rotary
 from deltafold.ops import Ops
 
@@ -74,9 +74,5 @@ class DeepseekV2:
 def _layer(i: int, config: ModelConfig, tensors: Mapping[str, Tensor], rotary: Rotary) -> DecoderLayer:
     prefix = f"model.layers.{i}."
     mixer = Mla.from_tensors(tensors, f"{prefix}self_attn.", needed(config.mla, "latent attention"), rotary)
-    feed_forward: FeedForward
-    if config.mlp_types[i] is MlpType.SPARSE:
-        feed_forward = Moe.from_tensors(tensors, f"{prefix}mlp.", needed(config.moe, "expert"))
-    else:
-        feed_forward = SwiGlu.from_tensors(tensors, f"{prefix}mlp.")
+    feed_forward = feed_forward_of(tensors, config.mlp_types[i], config.moe, moe=f"{prefix}mlp.", dense=f"{prefix}mlp.")
     return DecoderLayer.of(tensors, prefix, mixer, feed_forward)

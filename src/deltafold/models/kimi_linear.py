@@ -22,10 +22,10 @@ from deltafold.checkpoint.config import (
 from deltafold.checkpoint.weights import Init, ParameterTable, Source, TensorSpec
 from deltafold.layers.basic import SwiGlu, fused_rows_spec, norm_spec
 from deltafold.layers.batch import ForwardBatch
-from deltafold.layers.decoder import Decoder, DecoderLayer, FeedForward, Mixer, needed
+from deltafold.layers.decoder import Decoder, DecoderLayer, Mixer, needed
 from deltafold.layers.delta_rule import DeltaProjections, DeltaWeights, delta_attention
 from deltafold.layers.mla import Mla
-from deltafold.layers.moe import Moe, MoeNames
+from deltafold.layers.moe import Moe, MoeNames, feed_forward_of
 from deltafold.ops import Ops
 
 MOE_NAMES = MoeNames(
@@ -176,9 +176,5 @@ def _layer(i: int, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Decode
         mixer = KimiDeltaAttention.from_tensors(tensors, f"{prefix}self_attn.", linear, config.rms_norm_eps)
     else:
         mixer = Mla.from_tensors(tensors, f"{prefix}self_attn.", needed(config.mla, "latent attention"))
-    feed_forward: FeedForward
-    if config.mlp_types[i] is MlpType.SPARSE:
-        feed_forward = Moe.from_tensors(tensors, f"{prefix}moe.", needed(config.moe, "expert"))
-    else:
-        feed_forward = SwiGlu.from_tensors(tensors, f"{prefix}mlp.")
+    feed_forward = feed_forward_of(tensors, config.mlp_types[i], config.moe, moe=f"{prefix}moe.", dense=f"{prefix}mlp.")
     return DecoderLayer.of(tensors, prefix, mixer, feed_forward)

@@ -22,8 +22,8 @@ from deltafold.scheduler.output import ScheduledRequest, SchedulerOutput
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Numbers of requests worth a graph of their own: every size up to 2, then steps of at most a third up to 64 and of
-    16 beyond, and the largest."""
+    """Numbers of requests worth a graph of their own: every size up to 4, then steps of at most half up to 16,
+    of 8 up to 64 and of 16 beyond, and the largest."""
     sizes = {1, 2, 3, 4, 6, 8, 12, *range(16, 65, 8), *range(80, max_num_seqs, 16), max_num_seqs}
     return tuple(sorted(size for size in sizes if size <= max_num_seqs))
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deltafold.ops.portable.causal import attend_causally
 from deltafold.ops.portable.paging import context_of, groups_of_similar_length, padded_contexts, write_rows
-
-QUERY_TILE = 256
-"""Query rows per attention call of a prefill; bounds the mask and skips keys after the tile."""
 
 
 def kv_store(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -38,25 +36,8 @@ def gqa_prefill(
             continue
         keys = context_of(key_cache, block_table[i], length).transpose(0, 1)  # [HK, length, K]
         values = context_of(value_cache, block_table[i], length).transpose(0, 1)
-        queries = q[start:end].float().transpose(0, 1).unflatten(0, (keys.shape[0], -1))  # [HK, H / HK, n, K]
-        for first in range(start, end, QUERY_TILE):
-            last = min(first + QUERY_TILE, end)
-            visible = length - (end - last)
-            tile = queries[:, :, first - start : last - start]
-            attended = _attend(tile, keys[:, :visible], values[:, :visible], scale)
-            out[first:last] = attended.flatten(0, 1).transpose(0, 1)
+        attend_causally(q[start:end], keys, values, scale, out[start:end])
     return out
-
-
-def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Causal attention, the last query seeing all keys: q [HK, G, n, K], keys [HK, L, K], values [HK, L, V] ->
-    [HK, G, n, V]."""
-    n, L = q.shape[2], keys.shape[1]
-    scores = torch.matmul(q.flatten(1, 2), keys.transpose(1, 2)).mul_(scale).unflatten(1, q.shape[1:3])
-    hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu_(1)
-    scores[..., L - n :].masked_fill_(hidden, float("-inf"))
-    attended: Tensor = torch.matmul(torch.softmax(scores, dim=-1).flatten(1, 2), values)
-    return attended.view(*q.shape[:3], -1)
 
 
 def gqa_decode(

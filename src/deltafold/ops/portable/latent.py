@@ -8,10 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deltafold.ops.portable.causal import attend_causally
 from deltafold.ops.portable.paging import context_of, groups_of_similar_length, padded_contexts, write_rows
-
-QUERY_TILE = 256
-"""Query rows per attention call of a prefill; bounds the mask and skips keys after the tile."""
 
 
 def latent_store(kv_c: Tensor, k_pe: Tensor, latent_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -38,12 +36,7 @@ def mla_prefill(
         if length == 0 or start == end:
             continue
         keys, values = _expand(kv_b, context_of(latent_cache, block_table[i], length), q.shape[2])
-        queries = q[start:end].float().transpose(0, 1)  # [H, n, nope + P]
-        for first in range(start, end, QUERY_TILE):
-            last = min(first + QUERY_TILE, end)
-            visible = length - (end - last)
-            tile = _attend(queries[:, first - start : last - start], keys[:, :visible], values[:, :visible], scale)
-            out[first:last] = tile.transpose(0, 1)
+        attend_causally(q[start:end], keys, values, scale, out[start:end])
     return out
 
 
@@ -55,15 +48,6 @@ def _expand(kv_b: Tensor, context: Tensor, key_dim: int) -> tuple[Tensor, Tensor
     expanded = torch.matmul(context[:, :R], kv_b.float().transpose(1, 2))  # [H, L, nope + V]
     keys = torch.cat([expanded[..., :nope], context[:, R:].expand(H, L, P)], dim=-1)
     return keys, expanded[..., nope:]
-
-
-def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Causal attention, the last query seeing all keys: q [H, n, *], keys [H, L, *], values [H, L, V] -> [H, n, V]."""
-    n, L = q.shape[1], keys.shape[1]
-    scores = torch.matmul(q, keys.transpose(1, 2)).mul_(scale)  # [H, n, L]
-    hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu_(1)
-    scores[..., L - n :].masked_fill_(hidden, float("-inf"))
-    return torch.matmul(torch.softmax(scores, dim=-1), values)
 
 
 def mla_decode(
