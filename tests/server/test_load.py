@@ -1,12 +1,21 @@
-"""A short run of the load benchmark: 64 streams at once, some cut; the long one is `benchmarks/server_load.py`."""
+"""A short run of the load benchmark: 64 streams at once, some cut; and what calls leave behind, counted.
+
+The long run, which also judges the process's memory and fairness by the clock, is `benchmarks/server_load.py`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+from collections import Counter
 
+import pytest
 from benchmarks.server_load import load
 from benchmarks.sse_client import Target
 from tests.server.conftest import API_KEY
+from tests.server.driving import CHAT, COMPLETIONS, Connection, user
+
+from deltafold.server.app import create_app
 
 NUM_STREAMS = 64
 
@@ -19,3 +28,46 @@ def test_64_streams_some_of_them_cut(server):
     assert report.num_whole > 0
     assert report.num_cut > 0
     assert report.most_running > NUM_STREAMS / 2
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_calls_leave_no_object_behind(path, engine):
+    """Whole, cut and refused calls, again and again: after each round as many objects live as after the one before."""
+    app = create_app(engine)
+    prompt = {"messages": user("hi")} if path == CHAT else {"prompt": "hi"}
+    prompt["temperature"] = 0  # the same tokens each round: texts of tokens are kept
+    bodies = [
+        {**prompt, "max_tokens": 6, "stream": False},
+        {**prompt, "max_tokens": 6, "stream": True, "n": 2},
+        {**prompt, "max_tokens": 6, "stream": True, "logprobs": True if path == CHAT else 1},
+        {**prompt, "max_tokens": "six"},
+    ]
+
+    async def round_of_calls() -> None:
+        connections = [Connection(app, path, body) for body in bodies]
+        cut = Connection(app, path, {**prompt, "max_tokens": 500, "stream": True, "ignore_eos": True})
+        while not cut.body.count(b"data: "):
+            await asyncio.sleep(0)
+        cut.disconnect()
+        for connection in [*connections, cut]:
+            await connection.finish()
+        while engine.stats().num_running:
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        before, after = Counter(), Counter()  # objects too
+        for count in (before, after):
+            for _ in range(3):  # the first ones fill caches
+                await round_of_calls()
+            count.update(await settled_objects())
+        assert before["_asyncio.Task"]  # they are seen at all
+        assert after - before == Counter()
+
+    asyncio.run(run())
+
+
+async def settled_objects() -> list[str]:
+    """The types of all objects that live, a name an object."""
+    await asyncio.sleep(0)
+    gc.collect()
+    return [f"{type(found).__module__}.{type(found).__qualname__}" for found in gc.get_objects()]
