@@ -54,7 +54,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Report:
-    """What a run showed; `problems` is empty if all is well, and so is `unsteady` after a long run on a quiet machine."""
+    """What a run showed; `problems` is empty if all is well, so is `unsteady` after a long run on a quiet machine."""
 
     num_streams: int
     seconds: float

@@ -63,6 +63,9 @@ API_VERSION = 1
 Prompt = str | Sequence[int]
 """Text, or token ids."""
 
+STEP_KERNELS = frozenset({"delta_step", "low_rank_delta_step"})
+"""Ops of a decode step that the self check may have replaced."""
+
 SAVE_BYTES_PER_TOKEN = {"cpu": 1_000_000, "cuda": 150_000}
 """A preempted request is saved rather than recomputed up to this many bytes a token: what memory moves both ways in
 the time a token's prefill takes (CPU: 5 GB/s against 2,500 tokens/s; H200: 25 GB/s against 80,000 tokens/s)."""
@@ -105,7 +108,8 @@ class Engine:
         specs = model.layer_specs(config)
         is_fused = _is_fused(resolved.device, resolved.backend)
         # A portable op waits for the device, which no captured step may.
-        has_graphs = is_fused and options.decode_graphs and "delta_step" not in resolved.refused_kernels
+        is_refused = not STEP_KERNELS.isdisjoint(resolved.refused_kernels)
+        has_graphs = is_fused and options.decode_graphs and not is_refused
         sizes = graph_sizes(options.max_num_seqs) if has_graphs else ()
         self._device_memory = (
             _measure_device(model, specs, resolved, options, config, has_graphs=has_graphs) if is_fused else None

@@ -346,6 +346,41 @@ def delta_step_cases() -> Iterator[Case]:
         )
 
 
+def low_rank_step_cases() -> Iterator[Case]:
+    """`delta_step`'s with a decay a channel, their gates in two factors."""
+    for seed, case in enumerate(case for case in delta_step_cases() if case.args[3].dim() == 3):
+        qkv, weight, taps, raw, logits, A_log, dt_bias, out_gate, *rest = case.args
+        gen = generator(50 + seed)
+        low = []
+        for gate, rank in ((raw, 8 + 12 * seed), (out_gate, 20 - 3 * seed)):
+            up = randn(gen, gate[0].numel(), rank, dtype=case.dtype) * 0.5 * rank**-0.5
+            rows = fused(gen, qkv.shape[0], [rank, 5], case.dtype)[0]
+            rows[raw.flatten(1)[:, 0].isnan()] = float("nan")  # padded rows
+            low += [rows, up]
+        if case.dtype == BF16:  # silu has outputs so far from the rest that one of their rounding steps is too much
+            rest[2] = "sigmoid"
+        args = (qkv, weight, taps, *low[:2], logits, A_log, dt_bias, *low[2:], *rest)
+        yield Case("low_rank_delta_step", f"{case.name} ranks {low[1].shape[1]} {low[3].shape[1]}", args, case.dtype,
+                   (2, 13), case.owned)  # fmt: skip
+
+
+def greedy_cases() -> Iterator[Case]:
+    """Ties, rows with NaN or infinities, negative rows, parts of several programs."""
+    for N, vocab in ((1, 7), (3, 64), (2, 5000), (5, 9001)):
+        logits = randn(generator(vocab), N, vocab) - 10
+        logits[:, vocab // 3] = logits[:, vocab - 2] = logits.max() + 1
+        logits[N - 1, 0] = -1e30
+        yield Case("greedy", f"{N}x{vocab} ties", (fused_rows(logits),), F32)
+        logits = logits.clone()
+        logits[0, vocab // 2], logits[N - 1, vocab - 1] = float("inf"), float("-inf")
+        yield Case("greedy", f"{N}x{vocab} infinities", (logits,), F32)
+
+
+def fused_rows(x: Tensor) -> Tensor:
+    """`x` as the left part of wider rows."""
+    return torch.cat([x, torch.full((x.shape[0], 3), float("nan"))], dim=1)[:, : x.shape[1]]
+
+
 def norm_cases(op: str) -> Iterator[Case]:
     for seed, (shape, dtype, out) in enumerate(
         (((1, 256), F32, F32), ((5, 40), F32, BF16), ((3, 2, 24), BF16, BF16), ((7, 33), BF16, F32))
@@ -671,6 +706,8 @@ GENERATORS: dict[str, Callable[[], Iterator[Case]]] = {
     "recurrent_delta_rule": lambda: delta_cases("recurrent_delta_rule"),
     "delta_prefill": delta_prefill_cases,
     "delta_step": delta_step_cases,
+    "low_rank_delta_step": low_rank_step_cases,
+    "greedy": greedy_cases,
     "latent_store": store_cases,
     "mla_prefill": prefill_cases,
     "mla_decode": decode_cases,

@@ -13,7 +13,7 @@ from deltafold.ops import Ops, reference, select
 
 def test_every_op_has_cases():
     assert set(GENERATORS) == set(op_names())
-    assert len(op_names()) == 23
+    assert len(op_names()) == 25
     for op in op_names():
         assert len(cases_of(op)) >= 4, op
 

@@ -144,7 +144,7 @@ FAULTS = (
     Fault(conv_tap_order, 0, ("causal_conv",), "output"),
     Fault(k_pe_dropped, ATTENTION_LAYER, ("mla_prefill",), "output"),
     Fault(beta_missing, 0, ("chunked_delta_rule", "delta_prefill"), "output"),
-    Fault(state_zeroed, STATE_LAYER, ("recurrent_delta_rule", "delta_step"), "input"),
+    Fault(state_zeroed, STATE_LAYER, ("recurrent_delta_rule", "delta_step", "low_rank_delta_step"), "input"),
     Fault(logits_row_shifted, LAST_LAYER, ("add_rms_norm",), "input"),
     Fault(ids_zeroed, None, ("sample",), "output"),
 )

@@ -65,11 +65,13 @@ def stale_state(op: Any) -> Any:
 
 
 @pytest.mark.parametrize("fault", [scaled_output, nan_output, stale_state])
-@pytest.mark.parametrize("name", ["delta_prefill", "delta_step"])
-def test_a_wrong_kernel_is_refused_by_name_and_replaced(name: str, fault: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "specs"), [("delta_prefill", SPECS), ("low_rank_delta_step", SPECS), ("delta_step", BY_HEAD)]
+)
+def test_a_wrong_kernel_is_refused_by_name_and_replaced(name: str, specs: list[LayerSpec], fault: Any) -> None:
     wrong = changed(name, fault)
     with pytest.warns(DeltafoldWarning, match=rf"{name} is off by .* at shape \(4, 16, 24\)"):
-        ops, failed = checked_ops(wrong, SPECS, torch.float32, CPU)
+        ops, failed = checked_ops(wrong, specs, torch.float32, CPU)
     assert failed == [name]
     assert getattr(ops, name) is getattr(select("portable"), name)
     assert ops.rms_norm is wrong.rms_norm

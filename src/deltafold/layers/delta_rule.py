@@ -18,13 +18,25 @@ from deltafold.ops import Activation, Ops
 
 
 @dataclass(frozen=True, slots=True)
+class LowRank:
+    """A projection left as its two factors: what a decode step multiplies out on its way costs no pass of its own."""
+
+    low: Tensor  # [T, R]
+    up: Tensor  # [C, R]
+
+    def product(self, first: int, ops: Ops) -> Tensor:
+        """[T - first, C], the rows from `first` on."""
+        return ops.linear(self.low[first:], self.up, self.low.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaProjections:
-    """What a step's tokens bring to a delta-rule layer."""
+    """What a step's tokens bring to a delta-rule layer. Both gates are of low rank, or neither is."""
 
     qkv: Tensor  # [T, D], D = 2 * H * K + HV * V: before the convolution
-    raw_gate: Tensor  # [T, HV, K] (KDA) or [T, HV] (GDN): before bias and softplus
+    raw_gate: Tensor | LowRank  # [T, HV, K] (KDA) or [T, HV] (GDN), of low rank [T, HV * K]: before bias and softplus
     beta_logits: Tensor  # [T, HV]
-    out_gate: Tensor  # [T, HV, V]: before its activation
+    out_gate: Tensor | LowRank  # [T, HV, V], of low rank [T, HV * V]: before its activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +60,43 @@ def delta_attention(
     n = batch.num_decodes
     outputs = []
     if n > 0:
-        outputs.append(
-            ops.delta_step(
-                inputs.qkv[:n],
-                weights.conv,
-                cache.conv_state,
-                inputs.raw_gate[:n],
-                inputs.beta_logits[:n],
-                weights.A_log,
-                weights.dt_bias,
-                inputs.out_gate[:n],
-                weights.norm,
-                weights.eps,
-                weights.activation,
-                cache.recurrent_state,
-                batch.state_slots[:n],
-                batch.has_initial_state[:n],
-            )
-        )
+        outputs.append(_step(inputs, weights, batch, cache.conv_state, cache.recurrent_state, ops))
     if n < batch.num_requests:
         o = _prefill(inputs, weights, batch, cache.conv_state, cache.recurrent_state, ops)
-        outputs.append(ops.gated_rms_norm(o, inputs.out_gate[n:], weights.norm, weights.eps, weights.activation))
+        out_gate = _from(inputs.out_gate, n, ops).view(o.shape)
+        outputs.append(ops.gated_rms_norm(o, out_gate, weights.norm, weights.eps, weights.activation))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _from(gate: Tensor | LowRank, first: int, ops: Ops) -> Tensor:
+    """The rows of a gate from `first` on, multiplied out."""
+    return gate[first:] if isinstance(gate, Tensor) else gate.product(first, ops)
+
+
+def _step(
+    inputs: DeltaProjections,
+    weights: DeltaWeights,
+    batch: ForwardBatch,
+    conv_state: Tensor,
+    state: Tensor,
+    ops: Ops,
+) -> Tensor:
+    """The step's decodes, [num_decodes, HV, V]."""
+    n = batch.num_decodes
+    qkv, raw_gate, beta_logits, out_gate = inputs.qkv[:n], inputs.raw_gate, inputs.beta_logits[:n], inputs.out_gate
+    slots, has_initial_state = batch.state_slots[:n], batch.has_initial_state[:n]
+    if isinstance(raw_gate, LowRank) and isinstance(out_gate, LowRank):
+        return ops.low_rank_delta_step(
+            qkv, weights.conv, conv_state, raw_gate.low[:n], raw_gate.up, beta_logits, weights.A_log, weights.dt_bias,
+            out_gate.low[:n], out_gate.up, weights.norm, weights.eps, weights.activation, state, slots,
+            has_initial_state,
+        )  # fmt: skip
+    if isinstance(raw_gate, LowRank) or isinstance(out_gate, LowRank):
+        raise ValueError("one gate of a delta-rule layer is of low rank and the other is not")
+    return ops.delta_step(
+        qkv, weights.conv, conv_state, raw_gate[:n], beta_logits, weights.A_log, weights.dt_bias, out_gate[:n],
+        weights.norm, weights.eps, weights.activation, state, slots, has_initial_state,
+    )  # fmt: skip
 
 
 def _prefill(
@@ -92,7 +119,7 @@ def _prefill(
         q.unflatten(-1, (-1, K)),
         k.unflatten(-1, (-1, K)),
         v.unflatten(-1, (HV, V)),
-        inputs.raw_gate[n:],
+        _from(inputs.raw_gate, n, ops).view(-1, HV, *weights.dt_bias.shape[1:]),
         inputs.beta_logits[n:],
         weights.A_log,
         weights.dt_bias,

@@ -23,7 +23,7 @@ from deltafold.checkpoint.weights import Init, ParameterTable, Source, TensorSpe
 from deltafold.layers.basic import SwiGlu, fused_rows_spec, norm_spec
 from deltafold.layers.batch import ForwardBatch
 from deltafold.layers.decoder import Decoder, DecoderLayer, Mixer, needed
-from deltafold.layers.delta_rule import DeltaProjections, DeltaWeights, delta_attention
+from deltafold.layers.delta_rule import DeltaProjections, DeltaWeights, LowRank, delta_attention
 from deltafold.layers.mla import Mla
 from deltafold.layers.moe import Moe, MoeNames, feed_forward_of
 from deltafold.ops import Ops
@@ -110,10 +110,7 @@ class KimiDeltaAttention:
         fused = ops.linear(x, self.in_proj, x.dtype)
         qkv, f_low, g_low, beta_logits = fused.split_with_sizes([config.conv_dim, K, V, HV], dim=-1)
         inputs = DeltaProjections(
-            qkv=qkv,
-            raw_gate=ops.linear(f_low, self.f_b, x.dtype).view(-1, HV, K),
-            beta_logits=beta_logits,
-            out_gate=ops.linear(g_low, self.g_b, x.dtype).view(-1, HV, V),
+            qkv=qkv, raw_gate=LowRank(f_low, self.f_b), beta_logits=beta_logits, out_gate=LowRank(g_low, self.g_b)
         )
         o = delta_attention(inputs, self.weights, batch, cache, ops)
         return ops.linear(o.flatten(1), self.o_proj, x.dtype)

@@ -172,6 +172,32 @@ class Ops(Protocol):
         those ops. Returns [N, HV, V] in out_gate's dtype.
         """
 
+    def low_rank_delta_step(
+        self,
+        qkv: Tensor,
+        conv_weight: Tensor,
+        conv_state: Tensor,
+        gate_low: Tensor,
+        gate_up: Tensor,
+        beta_logits: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        out_low: Tensor,
+        out_up: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        activation: Activation,
+        recurrent_state: Tensor,
+        state_slots: Tensor,
+        has_initial_state: Tensor,
+    ) -> Tensor:
+        """`delta_step` with gates of low rank: `raw_gate = gate_low gate_up^T` and `out_gate = out_low out_up^T`, each
+        rounded to qkv's dtype.
+
+        gate_low [N, RF]; gate_up [HV * K, RF]; out_low [N, RG]; out_up [HV * V, RG]; dt_bias [HV, K]; the others as for
+        `delta_step`. Returns [N, HV, V] in qkv's dtype.
+        """
+
     def latent_store(self, kv_c: Tensor, k_pe: Tensor, latent_cache: Tensor, slot_mapping: Tensor) -> None:
         """In place: row `slot_mapping[t]` of the cache (block = slot // block_size) becomes `[kv_c[t] | k_pe[t]]`.
 
@@ -326,6 +352,13 @@ class Ops(Protocol):
         """`x @ weight^T`, summed in float32 and returned as `dtype`.
 
         x [T, K]; weight [N, K] in x's dtype. With `dtype` float32 nothing is rounded on the way. Returns [T, N].
+        """
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        """Of each row the id of its largest logit, the lowest among equals, and 1 if all its logits are finite, else 0
+        (its id is then any of the vocabulary's).
+
+        logits [N, vocab] float32. Returns [2, N] int64, ids above flags: one tensor is one copy to the host.
         """
 
 

@@ -6,6 +6,8 @@ One token and one head at a time, all arithmetic in float32, no shortcut. Slow o
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -168,6 +170,34 @@ def delta_step(
     out = gated_rms_norm(o, out_gate, norm_weight, eps, activation)
     out[state_slots == PAD_SLOT] = 0
     return out
+
+
+def low_rank_delta_step(
+    qkv: Tensor,
+    conv_weight: Tensor,
+    conv_state: Tensor,
+    gate_low: Tensor,
+    gate_up: Tensor,
+    beta_logits: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    out_low: Tensor,
+    out_up: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    activation: Activation,
+    recurrent_state: Tensor,
+    state_slots: Tensor,
+    has_initial_state: Tensor,
+) -> Tensor:
+    """See `Ops.low_rank_delta_step`; writes `conv_state` and `recurrent_state`."""
+    HV, K, V = recurrent_state.shape[1:]
+    raw_gate = linear(gate_low, gate_up, qkv.dtype).unflatten(-1, (HV, K))
+    out_gate = linear(out_low, out_up, qkv.dtype).unflatten(-1, (HV, V))
+    return delta_step(
+        qkv, conv_weight, conv_state, raw_gate, beta_logits, A_log, dt_bias, out_gate, norm_weight, eps, activation,
+        recurrent_state, state_slots, has_initial_state,
+    )  # fmt: skip
 
 
 def latent_store(kv_c: Tensor, k_pe: Tensor, latent_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -373,6 +403,14 @@ def gqa_decode(
 def linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """See `Ops.linear`."""
     return (x.float() @ weight.float().T).to(dtype)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """See `Ops.greedy`."""
+    rows = logits.tolist()
+    ids = [row.index(max(row)) for row in rows]
+    flags = [int(all(math.isfinite(value) for value in row)) for row in rows]
+    return torch.tensor([ids, flags], dtype=torch.int64, device=logits.device)
 
 
 def _silu(x: Tensor) -> Tensor:

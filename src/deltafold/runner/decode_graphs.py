@@ -88,8 +88,7 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     inputs: StepInputs
     logits: Tensor  # [size, vocab] float32
-    greedy: Tensor  # [size] int64
-    is_finite: Tensor  # [size] bool
+    greedy: Tensor  # [2, size] int64, see `Ops.greedy`
 
 
 class DecodeGraphs:
@@ -129,9 +128,9 @@ class DecodeGraphs:
         items = output.scheduled
         return len(items) <= max(self._captured) and all(item.is_decode for item in items)
 
-    def replay(self, output: SchedulerOutput) -> tuple[Tensor, Tensor, Tensor]:
-        """Starts a step; returns logits [N, vocab], the largest logit's ids [N] and whether all logits of a row are
-        finite [N]. They are the graph's own memory: the next step overwrites them."""
+    def replay(self, output: SchedulerOutput) -> tuple[Tensor, Tensor]:
+        """Starts a step; returns logits [N, vocab] and what `Ops.greedy` makes of them [2, size], padded rows
+        included. They are the graph's own memory: the next step overwrites them."""
         items = output.scheduled
         captured = self._captured[min(size for size in self._captured if size >= len(items))]
         staging = self._staging[len(captured.inputs.rows)]
@@ -141,8 +140,7 @@ class DecodeGraphs:
         inputs.fill(items, self._pad_row)
         captured.inputs.buffer.copy_(inputs.buffer, non_blocking=True)
         captured.graph.replay()
-        n = len(items)
-        return captured.logits[:n], captured.greedy[:n], captured.is_finite[:n]
+        return captured.logits[: len(items)], captured.greedy
 
     def _write_tables(self, items: Sequence[ScheduledRequest]) -> None:
         for item in items:
@@ -169,10 +167,10 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            logits, greedy, is_finite = self._step(inputs)
-        return _Captured(graph, inputs, logits, greedy, is_finite)
+            logits, greedy = self._step(inputs)
+        return _Captured(graph, inputs, logits, greedy)
 
-    def _step(self, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
+    def _step(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         return decode_step(self._model, self._caches, self._token_ids, self._tables, self._starts, inputs)
 
 
@@ -184,9 +182,9 @@ def decode_step(
     tables: Tensor,
     starts: Tensor,
     inputs: StepInputs,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What is captured: logits [N, vocab], greedy ids [N], finiteness [N]. Reads and writes `token_ids` [slots + 1],
-    reads `tables` [slots + 1, max_blocks], both by slot; `starts` is 0, 1, 2, ..."""
+) -> tuple[Tensor, Tensor]:
+    """What is captured: logits [N, vocab] and what `Ops.greedy` makes of them [2, N]. Reads and writes `token_ids`
+    [slots + 1], reads `tables` [slots + 1, max_blocks], both by slot; `starts` is 0, 1, 2, ..."""
     size = len(inputs.rows)
     batch = ForwardBatch(
         token_ids=token_ids.index_select(0, inputs.rows),
@@ -204,6 +202,6 @@ def decode_step(
         snapshots=None,
     )
     logits = model.logits(model.forward(batch, caches))
-    greedy = logits.argmax(dim=-1)
-    token_ids.index_copy_(0, inputs.rows, greedy)
-    return logits, greedy, torch.isfinite(logits).all(dim=-1)
+    greedy = model.ops.greedy(logits)
+    token_ids.index_copy_(0, inputs.rows, greedy[0])
+    return logits, greedy

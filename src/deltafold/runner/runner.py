@@ -40,13 +40,12 @@ class Drawn:
     """Tokens drawn for some requests, on their way to the host."""
 
     requests: Sequence[Request]
-    token_ids: Tensor  # [N] int64, on the host
-    is_finite: Tensor  # [N] bool, on the host: whether the logits were
+    tokens: Tensor  # [2, N or more] int64, on the host: ids, and 1 where the logits were finite
     logits: Tensor | None  # [N, vocab] on the device, if any of the requests wants logprobs
 
     def results(self) -> dict[str, RequestResult]:
         """By request key; to be called once the copies have arrived."""
-        token_ids = self.token_ids.tolist()
+        token_ids, is_finite = self.tokens[:, : len(self.requests)].tolist()
         logprobs: list[TokenLogprob | None] = [None] * len(token_ids)
         wanted = [i for i, r in enumerate(self.requests) if r.params.logprobs is not None]
         if wanted and self.logits is not None:
@@ -56,9 +55,7 @@ class Drawn:
                 logprobs[i] = logprob
         return {
             request.key: RequestResult(token_id, logprob) if ok else RequestResult(is_finite=False)
-            for request, token_id, logprob, ok in zip(
-                self.requests, token_ids, logprobs, self.is_finite.tolist(), strict=True
-            )
+            for request, token_id, logprob, ok in zip(self.requests, token_ids, logprobs, is_finite, strict=True)
         }
 
 
@@ -153,12 +150,12 @@ class ModelRunner:
     def _launch(self, output: SchedulerOutput) -> StepInFlight:
         self._push_tokens(output.scheduled)
         if self._graphs is not None and self._graphs.fits(output):
-            logits, greedy, is_finite = self._graphs.replay(output)
+            logits, greedy = self._graphs.replay(output)
             requests = [item.request for item in output.scheduled]
             if not all(is_greedy(request.params) for request in requests):
                 drawn = self._draw(output.scheduled, logits)
             else:
-                drawn = self._on_the_way(requests, greedy, is_finite, logits)
+                drawn = self._on_the_way(requests, greedy, logits)
             return StepInFlight({}, [drawn], self._device)
         batch = self._with_device_tokens(build_batch(output, self._device))
         hidden = self._model.forward(batch, self._caches)  # [L, D]
@@ -206,11 +203,11 @@ class ModelRunner:
         token_ids = sample(safe, rows)
         slots = staged([state_slot(item) for item in items], torch.int64, self._device)
         self.device_token_ids[slots] = token_ids
-        return self._on_the_way(requests, token_ids, is_finite, safe)
+        return self._on_the_way(requests, torch.stack([token_ids, is_finite.long()]), safe)
 
-    def _on_the_way(self, requests: Sequence[Request], token_ids: Tensor, is_finite: Tensor, logits: Tensor) -> Drawn:
+    def _on_the_way(self, requests: Sequence[Request], tokens: Tensor, logits: Tensor) -> Drawn:
         kept = logits if any(request.params.logprobs is not None for request in requests) else None
-        return Drawn(requests, _to_host(token_ids), _to_host(is_finite), kept)
+        return Drawn(requests, _to_host(tokens), kept)
 
     def _score_prompt(self, item: ScheduledRequest, hidden: Tensor) -> RequestResult:
         """Logprobs of a chunk of a prompt that wants its own; hidden [num_scheduled_tokens, D]."""

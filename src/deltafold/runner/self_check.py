@@ -21,6 +21,9 @@ from deltafold.ops import Activation, Backend, Ops, select
 NUM_TOKENS = 130
 """Two whole chunks and a part of one."""
 
+RANK = 24
+"""Of the gates of a step whose gates are of low rank."""
+
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
 """Root mean square of the error over that of the right result: several times what correct kernels are off by."""
 
@@ -55,7 +58,10 @@ def check_cases(
     for recurrent_shape, conv_shape, decays_by_head in sorted(shapes):
         cases = _Cases(recurrent_shape, conv_shape, decays_by_head, dtype, device)
         yield "delta_prefill", recurrent_shape, cases.prefill
-        yield "delta_step", recurrent_shape, cases.step
+        if decays_by_head:
+            yield "delta_step", recurrent_shape, cases.step
+        else:  # with a decay a row, gates are of low rank
+            yield "low_rank_delta_step", recurrent_shape, cases.low_rank_step
 
 
 class _Cases:
@@ -103,8 +109,7 @@ class _Cases:
 
     def step(self, ops: Ops) -> Sequence[Tensor]:
         """Outputs, state and taps of a few decode steps."""
-        state = self._states()
-        taps = self._qkv[:4, :, None].expand(4, -1, self._conv.shape[1] - 1).contiguous()
+        state, taps = self._states(), self._taps()
         outputs = [
             ops.delta_step(
                 self._qkv[t : t + 1], self._conv, taps, self._gate[t : t + 1], self._beta[t : t + 1], self._A_log,
@@ -116,8 +121,25 @@ class _Cases:
         ]  # fmt: skip
         return torch.cat(outputs), state[1], taps[1]
 
+    def low_rank_step(self, ops: Ops) -> Sequence[Tensor]:
+        """The same with gates of low rank, whose upper halves are the gates drawn above."""
+        state, taps = self._states(), self._taps()
+        gate_up, out_up = (x[:RANK].view(-1, RANK) * RANK**-0.5 for x in (self._gate, self._out_gate))
+        outputs = [
+            ops.low_rank_delta_step(
+                self._qkv[t : t + 1], self._conv, taps, self._qkv[t : t + 1, :RANK], gate_up,
+                self._beta[t : t + 1], self._A_log, self._dt_bias, self._qkv[t : t + 1, -RANK:], out_up,
+                self._norm, 1e-5, self._activation, state, self._slots, self._has_state(True),
+            )
+            for t in range(4)
+        ]  # fmt: skip
+        return torch.cat(outputs), state[1], taps[1]
+
     def _states(self) -> Tensor:
         return torch.full((4, *self._shape), 0.01, dtype=torch.float32, device=self._device)
+
+    def _taps(self) -> Tensor:
+        return self._qkv[:4, :, None].expand(4, -1, self._conv.shape[1] - 1).contiguous()
 
     def _has_state(self, value: bool) -> Tensor:
         return torch.tensor([value], device=self._device)

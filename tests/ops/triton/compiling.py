@@ -116,6 +116,7 @@ def calls() -> Iterator[Callable[[], object]]:
     yield lambda: ops.mla_prefill(bf16(200, H, K + P), kv_b, cache, i32(2), lengths, table, 1.0)
     yield from delta_calls()
     yield from attention_calls()
+    yield lambda: ops.greedy(f32(3, 163840))
     for T, N in ((1, D), (1, 12576), (8, D), (8, 12576)):
         yield lambda T=T, N=N: ops.linear(bf16(T, D), bf16(N, D), torch.bfloat16)
 
@@ -137,6 +138,9 @@ def delta_calls() -> Iterator[Callable[[], object]]:
         inputs = (bf16(N, H, K), bf16(N, H), A_log, dt_bias, bf16(N, H, V), bf16(V), 1e-5, "sigmoid")
         pools = (state, i32(N), torch.empty(N, dtype=torch.bool))
         yield lambda N=N, inputs=inputs, pools=pools: ops.delta_step(bf16(N, D), weight, taps, *inputs, *pools)
+        low, up, out_up = bf16(N, 2 * K + H)[:, :K], bf16(H * K, K), bf16(H * V, K)
+        inputs = (low, up, bf16(N, H), A_log, dt_bias, low, out_up, bf16(V), 1e-5, "sigmoid")
+        yield lambda N=N, inputs=inputs, pools=pools: ops.low_rank_delta_step(bf16(N, D), weight, taps, *inputs, *pools)
 
 
 def attention_calls() -> Iterator[Callable[[], object]]:

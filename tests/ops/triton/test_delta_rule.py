@@ -23,7 +23,7 @@ from tests.ops.triton.devices import on_triton, relative_error
 from torch import Tensor
 
 from deltafold.ops import CHUNK_SIZE, reference
-from deltafold.ops.triton import delta_recurrent, delta_step, recurrent_delta_rule
+from deltafold.ops.triton import delta_decode, delta_recurrent, delta_step, low_rank_delta_step, recurrent_delta_rule
 from deltafold.ops.triton.delta_chunked import LIMIT, chunked_delta_rule, delta_prefill
 from deltafold.ops.triton.pinning import pinned_for
 from deltafold.ops.triton.ragged import num_chunk_slots
@@ -95,18 +95,22 @@ def test_gate_inside_equals_gate_before(is_kda, device):
 def limit_fused_steps(monkeypatch, max_step_requests):
     pins = pinned_for(delta_recurrent.DecodeTiles, "delta_step", "default", "full")
     tiles = dataclasses.replace(pins, max_step_requests=max_step_requests)
-    monkeypatch.setattr(delta_recurrent, "step_tiles", lambda tensor: tiles)
+    monkeypatch.setattr(delta_decode, "step_tiles", lambda tensor: tiles)
+
+
+STEPS = {"delta_step": delta_step, "low_rank_delta_step": low_rank_delta_step}
+STEP_CASES = [case for name in STEPS for case in cases_of(name)]
 
 
 @on_triton
-@pytest.mark.parametrize("case", cases_of("delta_step"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", STEP_CASES, ids=lambda case: f"{case.op} {case.name}")
 def test_fused_and_separate_steps_agree(case, device, monkeypatch, poisoned_memory):
-    """The two forms of `delta_step`, between which the number of requests chooses."""
+    """The two forms of a step, between which the number of requests chooses."""
     results = []
     for max_step_requests in (0, 1000):
         limit_fused_steps(monkeypatch, max_step_requests)
         args = [move(x, device) for x in case.args]
-        results.append((delta_step(*args), args[2], args[11]))
+        results.append((STEPS[case.op](*args), *(args[i] for i in case.written)))
     tolerance = 2 * TOLERANCE[Backend.TRITON, case.dtype]
     for fused, separate, name in zip(*results, ("output", "taps", "state"), strict=True):
         rows = slice(None) if name == "output" else list(case.owned)
@@ -114,19 +118,39 @@ def test_fused_and_separate_steps_agree(case, device, monkeypatch, poisoned_memo
 
 
 @on_triton
-def test_padded_steps_give_zeros_whatever_their_gates(device, monkeypatch, poisoned_memory):
+@pytest.mark.parametrize("op", STEPS)
+def test_padded_steps_give_zeros_whatever_their_gates(op, device, monkeypatch, poisoned_memory):
     """Fault 30, for both forms of a step: NaN in padded rows, no slot but the owned ones touched."""
-    case = next(case for case in cases_of("delta_step") if case.name.startswith("decode_padded"))
-    padded = torch.tensor([slot == PAD_SLOT for slot in case.args[12].tolist()])
-    others = [slot for slot in range(case.args[11].shape[0]) if slot not in case.owned]
+    case = next(case for case in cases_of(op) if case.name.startswith("decode_padded"))
+    padded = torch.tensor([slot == PAD_SLOT for slot in case.args[-2].tolist()])
+    taps, states = case.written
+    others = [slot for slot in range(case.args[states].shape[0]) if slot not in case.owned]
     for max_step_requests in (0, 1000):
         limit_fused_steps(monkeypatch, max_step_requests)
         args = [move(x, device) for x in case.args]
-        out = delta_step(*args).cpu()
+        out = STEPS[op](*args).cpu()
         assert not out[padded].any()
         assert out[~padded].isfinite().all()
-        assert_bit_equal(args[11].cpu()[others], case.args[11][others], "states of nobody")
-        assert_bit_equal(args[2].cpu()[others], case.args[2][others], "taps of nobody")
+        assert_bit_equal(args[states].cpu()[others], case.args[states][others], "states of nobody")
+        assert_bit_equal(args[taps].cpu()[others], case.args[taps][others], "taps of nobody")
+
+
+@on_triton
+@pytest.mark.parametrize("max_step_requests", [0, 1000])
+def test_steps_one_after_another_equal_the_recurrence(max_step_requests, device, monkeypatch, poisoned_memory):
+    """Launches overlap on a GPU: a step must not read the states, taps or gates that the one before it still writes."""
+    limit_fused_steps(monkeypatch, max_step_requests)
+    case = cases_of("low_rank_delta_step")[0]
+    args = [move(x, device) for x in case.args]
+    expected_args = [move(x, "cpu") for x in case.args]
+    taps, states = case.written
+    for _ in range(8):
+        out = low_rank_delta_step(*args)
+        expected = reference.low_rank_delta_step(*expected_args)
+    tolerance = 4 * TOLERANCE[Backend.TRITON, case.dtype]
+    assert_near(out, expected, tolerance, "output")
+    for i in (taps, states):
+        assert_near(args[i][list(case.owned)], expected_args[i][list(case.owned)], tolerance, "state")
 
 
 @on_triton
@@ -170,3 +194,33 @@ def test_full_width_in_bfloat16_is_within_one_percent(is_strong):
     owned = list(requests.owned)
     assert relative_error(delta_prefill(*on_device), expected) < 1e-2
     assert relative_error(on_device[7][owned], expected_args[7][owned]) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [1, 8, 32])
+def test_overlapped_steps_equal_waited_for_ones(N):
+    """At the published shape, bit for bit: what a launch loads before the one before it has ended must not change."""
+    H, K, V, W = 32, 128, 128, 4
+    D, steps = 3 * H * K, 24
+    gen = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=gen, device="cuda") * scale).bfloat16()
+
+    qkv, low, up = normal(steps, N, D), normal(steps, N, K), normal(H * K, K, scale=K**-0.5)
+    beta, weight, norm = normal(steps, N, H), normal(D, W, scale=0.3), normal(V)
+    A_log, dt_bias = torch.zeros(H, device="cuda"), torch.full((H, K), -3.0, device="cuda")
+    slots = torch.arange(N, dtype=torch.int32, device="cuda")
+    has_state = torch.ones(N, dtype=torch.bool, device="cuda")
+    found = []
+    for is_waited_for in (True, False):
+        states, taps = torch.zeros(N, H, K, V, device="cuda"), torch.zeros(N, D, W - 1, device="cuda").bfloat16()
+        outputs = []
+        for t in range(steps):
+            gates = (low[t], up, beta[t], A_log, dt_bias, low[t], up, norm, 1e-5, "sigmoid")
+            outputs.append(low_rank_delta_step(qkv[t], weight, taps, *gates, states, slots, has_state))
+            if is_waited_for:
+                torch.cuda.synchronize()
+        found.append((torch.stack(outputs), states, taps))
+    for one, other, name in zip(*found, ("outputs", "states", "taps"), strict=True):
+        assert_bit_equal(one, other, name)

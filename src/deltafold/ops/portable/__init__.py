@@ -6,7 +6,15 @@ by the tests. Shapes that depend on data (chunk lists, block groups) are worked 
 
 from deltafold.ops.portable.conv import causal_conv
 from deltafold.ops.portable.delta_rule import chunked_delta_rule, decay_gate, recurrent_delta_rule
-from deltafold.ops.portable.fused import delta_prefill, delta_step, linear, mla_step, routed_experts
+from deltafold.ops.portable.fused import (
+    delta_prefill,
+    delta_step,
+    greedy,
+    linear,
+    low_rank_delta_step,
+    mla_step,
+    routed_experts,
+)
 from deltafold.ops.portable.gqa import gqa_decode, gqa_prefill, kv_store
 from deltafold.ops.portable.latent import latent_store, mla_decode, mla_prefill
 from deltafold.ops.portable.moe import grouped_experts, route
@@ -23,10 +31,12 @@ __all__ = [
     "gated_rms_norm",
     "gqa_decode",
     "gqa_prefill",
+    "greedy",
     "grouped_experts",
     "kv_store",
     "latent_store",
     "linear",
+    "low_rank_delta_step",
     "mla_decode",
     "mla_prefill",
     "mla_step",

@@ -1,4 +1,5 @@
-"""Ops that the GPU fuses and that are compositions here: the delta rule's, `mla_step`, `routed_experts`, `linear`."""
+"""Ops that the GPU fuses and that are compositions here: the delta rule's, `mla_step`, `routed_experts`, `linear`,
+`greedy`."""
 
 from __future__ import annotations
 
@@ -72,6 +73,33 @@ def delta_step(
     return gated_rms_norm(o, out_gate, norm_weight, eps, activation)
 
 
+def low_rank_delta_step(
+    qkv: Tensor,
+    conv_weight: Tensor,
+    conv_state: Tensor,
+    gate_low: Tensor,
+    gate_up: Tensor,
+    beta_logits: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    out_low: Tensor,
+    out_up: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    activation: Activation,
+    recurrent_state: Tensor,
+    state_slots: Tensor,
+    has_initial_state: Tensor,
+) -> Tensor:
+    """See `Ops.low_rank_delta_step`; writes `conv_state` and `recurrent_state`."""
+    HV, K, V = recurrent_state.shape[1:]
+    raw_gate, out_gate = F.linear(gate_low, gate_up).view(-1, HV, K), F.linear(out_low, out_up).view(-1, HV, V)
+    return delta_step(
+        qkv, conv_weight, conv_state, raw_gate, beta_logits, A_log, dt_bias, out_gate, norm_weight, eps, activation,
+        recurrent_state, state_slots, has_initial_state,
+    )  # fmt: skip
+
+
 def mla_step(
     q: Tensor,
     kv_b: Tensor,
@@ -122,3 +150,8 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == x.dtype:
         return F.linear(x, weight)
     return F.linear(x.float(), weight.float()).to(dtype)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """See `Ops.greedy`."""
+    return torch.stack([logits.argmax(dim=-1), torch.isfinite(logits).all(dim=-1).long()])

@@ -7,10 +7,12 @@ by the tests. No op waits for the device, and no shape depends on what is in a t
 from deltafold.ops.triton.attention import mla_decode, mla_step
 from deltafold.ops.triton.conv import causal_conv
 from deltafold.ops.triton.delta_chunked import chunked_delta_rule, delta_prefill
-from deltafold.ops.triton.delta_recurrent import delta_step, recurrent_delta_rule
+from deltafold.ops.triton.delta_decode import delta_step, low_rank_delta_step
+from deltafold.ops.triton.delta_recurrent import recurrent_delta_rule
 from deltafold.ops.triton.gate import decay_gate
 from deltafold.ops.triton.gated_norm import gated_rms_norm
 from deltafold.ops.triton.gqa import gqa_decode, gqa_prefill, kv_store
+from deltafold.ops.triton.greedy import greedy
 from deltafold.ops.triton.latent import latent_store
 from deltafold.ops.triton.linear import linear
 from deltafold.ops.triton.moe import grouped_experts, routed_experts
@@ -29,10 +31,12 @@ __all__ = [
     "gated_rms_norm",
     "gqa_decode",
     "gqa_prefill",
+    "greedy",
     "grouped_experts",
     "kv_store",
     "latent_store",
     "linear",
+    "low_rank_delta_step",
     "mla_decode",
     "mla_prefill",
     "mla_step",

@@ -77,16 +77,24 @@ def decode_split_kernel(
     BR: tl.constexpr,
     BP: tl.constexpr,
     TMA: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Attention of BH heads of one request over one part of its context, in tiles of BN rows that divide a block; grid
-    (num_splits, tiles of H, N). Parts that are empty write nothing."""
+    (num_splits, tiles of H, N). Parts that are empty write nothing. AHEAD: the kernel before writes q alone, and it
+    waited for those before it; where the part lies is then found out while that one still runs."""
     i_split = tl.program_id(0)
     num_splits = tl.num_programs(0)
     i_n = tl.program_id(2).to(tl.int64)
-    wait_for_predecessor(PDL)
+    if not AHEAD:
+        wait_for_predecessor(PDL)
     length = tl.load(p_seq_lens + i_n)
     start, end = split_range(length, i_split, num_splits, BN)
+    p_blocks = p_table + i_n * stride_table
+    # The block id is loaded a tile ahead, so that a tile's loads wait for nothing of their own iteration.
+    block = tl.load(p_blocks + start // block_size, mask=start < end, other=0)
+    if AHEAD:
+        wait_for_predecessor(PDL)
     if start < end:
         o_h = tl.program_id(1) * BH + tl.arange(0, BH)
         o_r, o_p, o_n = tl.arange(0, BR), R + tl.arange(0, BP), tl.arange(0, BN)
@@ -96,10 +104,7 @@ def decode_split_kernel(
         b_max = tl.full([BH], float("-inf"), dtype=tl.float32)
         b_sum = tl.zeros([BH], dtype=tl.float32)
         b_acc = tl.zeros([BR, BH], dtype=tl.float32)
-        p_blocks = p_table + i_n * stride_table
         full_end = start + (end - start) // BN * BN
-        # The block id is loaded a tile ahead, so that a tile's loads wait for nothing of their own iteration.
-        block = tl.load(p_blocks + start // block_size)
         for i_row in range(start, full_end, BN):
             row = block * block_size + i_row % block_size
             b_c = load_tile(c, row, 0, row + BN, R, stride_row, BN, BR, TMA)
@@ -141,10 +146,10 @@ def decode_combine_kernel(
     i_row = i_n * H + tl.program_id(1)
     o_r = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     o_s = tl.arange(0, BLOCK_S)
-    wait_for_predecessor(PDL)
-    length = tl.load(p_seq_lens + i_n)
+    length = tl.load(p_seq_lens + i_n)  # the kernel before, which attends over the parts, does not write it
     size, _ = split_range(length, 1, num_splits, BN)
     num_parts = tl.cdiv(length, tl.maximum(size, 1))
+    wait_for_predecessor(PDL)
     b_max = tl.full([BLOCK_S], float("-inf"), dtype=tl.float32)
     for i_s in range(0, num_parts, BLOCK_S):
         b_lse = tl.load(p_lse + i_row * num_splits + i_s + o_s, mask=i_s + o_s < num_parts, other=float("-inf"))
@@ -168,6 +173,20 @@ def mla_decode(
 ) -> Tensor:
     """See `Ops.mla_decode`. The number of splits follows from N, H and the width of `block_table`; ValueError if the
     block size is no multiple of 16."""
+    return _attend(q, latent_cache, seq_lens, block_table, rank, scale, is_ahead=False)
+
+
+def _attend(
+    q: Tensor,
+    latent_cache: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    rank: int,
+    scale: float,
+    *,
+    is_ahead: bool,
+) -> Tensor:
+    """`mla_decode`; `is_ahead` if the launch before it wrote q and nothing else, as AHEAD says."""
     (N, H, width), block_size = q.shape, latent_cache.shape[1]
     if block_size % MIN_ROW_TILE:
         raise ValueError(f"latent decode needs a block size that {MIN_ROW_TILE} divides, got {block_size}")
@@ -192,7 +211,7 @@ def mla_decode(
         q, rows, c, pe, seq_lens, block_table, acc, lse,
         q.stride(0), q.stride(1), rows.stride(0), block_table.stride(0),
         block_size, scale * LOG2_E, H, rank, width - rank,
-        BH=head_tile, BN=BN, BR=BR, BP=BP, TMA=tma,
+        BH=head_tile, BN=BN, BR=BR, BP=BP, TMA=tma, AHEAD=is_ahead,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(q),
     )  # fmt: skip
     join_splits(acc, lse, seq_lens, out, BN)
@@ -261,27 +280,29 @@ def project_kernel(
     H,
     nope,
     V,
-    R,
+    R: tl.constexpr,
     BN: tl.constexpr,
     BV: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`out = latent W_UV[h]^T` for one head; grid (tiles of V, H, tiles of N)."""
+    """`out = latent W_UV[h]^T` for one head; grid (tiles of V, H, tiles of N). The weight is loaded before the wait."""
     i_h = tl.program_id(1).to(tl.int64)
     o_n = (tl.program_id(2) * BN + tl.arange(0, BN)).to(tl.int64)
     i_v = tl.program_id(0) * BV
     o_v = i_v + tl.arange(0, BV)
     o_k = tl.arange(0, BK)
-    p_values = p_kv_b + i_h * stride_kv_b + nope * R
+    p_values = p_kv_b + i_h * stride_kv_b + nope * R + o_v[:, None] * R + o_k[None, :]
+    tiles = ()
+    for i_k in tl.static_range(0, R, BK):
+        mask = (o_v < V)[:, None] & (i_k + o_k < R)[None, :]
+        tiles = tiles + (tl.load(p_values + i_k, mask=mask, other=0.0),)  # type: ignore[assignment] # noqa: RUF005
     wait_for_predecessor(PDL)
     b_out = tl.zeros([BN, BV], dtype=tl.float32)
-    for i_k in range(0, R, BK):
-        m_k = (i_k + o_k < R)[None, :]
+    for i_k in tl.static_range(0, R, BK):
         p_row = p_latent + (o_n[:, None] * H + i_h) * R + i_k + o_k[None, :]
-        b_latent = tl.load(p_row, mask=(o_n < N)[:, None] & m_k, other=0.0)
-        b_w = tl.load(p_values + o_v[:, None] * R + i_k + o_k[None, :], mask=(o_v < V)[:, None] & m_k, other=0.0)
-        b_out = product(b_latent, b_w.T, b_out)
+        b_latent = tl.load(p_row, mask=(o_n < N)[:, None] & (i_k + o_k < R)[None, :], other=0.0)
+        b_out = product(b_latent, tiles[i_k // BK].T, b_out)
     p_cells = p_out + (o_n[:, None] * H + i_h) * V + o_v[None, :]
     tl.store(p_cells, b_out.to(p_out.dtype.element_ty), mask=(o_n < N)[:, None] & (o_v < V)[None, :])
 
@@ -308,9 +329,9 @@ def mla_step(
         q, kv_b, absorbed, q.stride(0), q.stride(1), kv_b.stride(0), N, H, nope, R, P,
         BN=TOKEN_TILE, BK=tile_width(nope), BR=ABSORB_COLS, BP=tile_width(P), num_warps=4, **overlap(q),
     )  # fmt: skip
-    latent = mla_decode(absorbed, latent_cache, seq_lens, block_table, R, scale)
+    latent = _attend(absorbed, latent_cache, seq_lens, block_table, R, scale, is_ahead=True)
     project_kernel[(triton.cdiv(V, PROJECT_COLS), H, token_tiles)](
-        latent, kv_b, out, kv_b.stride(0), N, H, nope, V, R,
+        latent, kv_b, out, kv_b.stride(0), N, H, nope, V, R=R,
         BN=TOKEN_TILE, BV=PROJECT_COLS, BK=PROJECT_BK, num_warps=4, num_stages=4, **overlap(q),
     )  # fmt: skip
     return out

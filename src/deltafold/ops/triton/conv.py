@@ -1,7 +1,7 @@
 """The short depthwise causal convolution with its SiLU, over ragged requests, state in the pool.
 
 One program per tile of tokens of one request and tile of channels; the request's first program also moves the state on.
-One token a request has a shorter form (delta_recurrent.py).
+One token a request has a shorter form (delta_decode.py).
 """
 
 from __future__ import annotations

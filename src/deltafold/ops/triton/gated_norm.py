@@ -1,4 +1,4 @@
-"""The RMS norm of the delta rule's output with its gate; the fused decode step has it inside (delta_recurrent.py)."""
+"""The RMS norm of the delta rule's output with its gate; the fused decode step has it inside (delta_decode.py)."""
 
 from __future__ import annotations
 
