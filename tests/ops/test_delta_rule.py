@@ -108,7 +108,16 @@ def test_first_token_alone_ignores_what_the_slot_held(backend, device):
 @on_backends
 @pytest.mark.parametrize("is_kda", [True, False])
 def test_split_on_the_grid_changes_no_bit(is_kda, backend, device):
-    """Faults 6, 9: 192 tokens at once, as 3 x 64 and as 64 + 128 give the same bits."""
+    """Faults 6, 9: 192 tokens at once, as 3 x 64 and as 64 + 128 give the same bits. Portable ops on a GPU, whose
+    batched products choose their kernels by shape, stay within their tolerance."""
+    is_exact = (backend, device) != (Backend.PORTABLE, "cuda")
+
+    def assert_same(found, expected, what):
+        if is_exact:
+            assert_bit_equal(found, expected, what)
+        else:
+            assert_near(found, expected.cpu(), TOLERANCE[Backend.PORTABLE, torch.float32], what)
+
     tensors = delta_args(Requests([192], [0], [False], 1), 5, (2, 2, 32, 16), is_kda)[:5]
     whole_pool = torch.zeros(1, 2, 32, 16, device=device)
     whole = call(backend, device, RULES[0], tensors, whole_pool, [192], [0], [False])
@@ -118,8 +127,8 @@ def test_split_on_the_grid_changes_no_bit(is_kda, backend, device):
             chunk = [x[first : first + part] for x in tensors]
             outputs.append(call(backend, device, RULES[0], chunk, pool, [part], [0], [first > 0]))
             first += part
-        assert_bit_equal(torch.cat(outputs), whole, f"output of {parts}")
-        assert_bit_equal(pool.cpu(), whole_pool.cpu(), f"state of {parts}")
+        assert_same(torch.cat(outputs), whole, f"output of {parts}")
+        assert_same(pool, whole_pool, f"state of {parts}")
 
 
 @on_backends
