@@ -159,3 +159,64 @@ def test_a_captured_graph_gives_the_same_bits(T):
     out.fill_(torch.nan)
     graph.replay()
     assert torch.equal(out, eager)
+
+
+ROUTINGS = {
+    "sigmoid": (24, 5, "sigmoid", 1, 1, 1, True, 2.5),
+    "groups": (24, 4, "sigmoid", 6, 3, 2, True, 1.0),
+    "softmax": (9, 3, "softmax", 1, 1, 1, False, 1.0),
+}
+
+
+def routed(T, name, num_shared, device, change=None):
+    """What `choose` and `choose_and_group` make of the same logits: (weights, ids) each, and the second's groups."""
+    E, *options = ROUTINGS[name]
+    gen = generator(T)
+    logits, bias = randn(gen, T, E + 3)[:, :E], randn(gen, E) * 0.1
+    if change is not None:
+        change(logits)
+    logits, bias = logits.to(device), bias.to(device)
+    J = options[0] + num_shared
+    found = []
+    for _ in range(2):
+        weights = torch.full((T, J), torch.nan, device=device)
+        found.append((weights, torch.full((T, J), -7, dtype=torch.int32, device=device)))
+    groups = moe.Groups.allocate(found[0][1], E + num_shared, 16)
+    router.choose(logits, bias, *options, *found[0])
+    router.choose_and_group(logits, bias, *options, *found[1], groups.pairs, groups.tile_expert)
+    return found, groups, E + num_shared
+
+
+@on_triton
+@pytest.mark.parametrize("num_shared", [0, 1, 2])
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("T", [1, 5, 8, 16])
+def test_routing_and_sorting_in_one_launch_equals_the_two(T, name, num_shared, device, poisoned_memory):
+    (apart, together), groups, num_experts = routed(T, name, num_shared, device)
+    assert torch.equal(together[0], apart[0])
+    assert torch.equal(together[1], apart[1])
+    expected = moe.group_pairs(apart[1], num_experts, 16, is_small=True)
+    assert torch.equal(groups.tile_expert, expected.tile_expert)
+    is_needed = expected.tile_expert >= 0
+    assert torch.equal(groups.pairs.view(-1, 16)[is_needed], expected.pairs.view(-1, 16)[is_needed])
+
+
+@on_triton
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_token_chooses_every_expert_once_whatever_its_logits(name, value, device, poisoned_memory):
+    """A tile has room for one pair a token: an expert chosen twice would write into the tile behind it."""
+
+    def spoil(logits):
+        logits[1], logits[3, ::2] = value, value
+
+    (_, (weights, ids)), groups, num_experts = routed(7, name, 1, device, spoil)
+    assert all(len(set(row)) == len(row) and min(row) >= 0 and max(row) < num_experts for row in ids.tolist())
+    pairs = groups.pairs.view(-1, 16)[groups.tile_expert >= 0]
+    assert sorted(pairs[pairs >= 0].tolist()) == list(range(ids.numel()))
+    if value != value:
+        assert weights[[1, 3], 0].isnan().all()
+    clean = routed(7, name, 1, device)[0][1]
+    rest = [0, 2, 4, 5, 6]
+    assert torch.equal(ids[rest], clean[1][rest])
+    assert torch.equal(weights[rest], clean[0][rest])

@@ -74,6 +74,10 @@ def step_calls(N: int, blocks: int) -> Iterator[Callable[[], object]]:
     taps, pools = bf16(2, CHANNELS, W - 1), (f32(2, H, K, V), i32(N), bools(N))
     cache, kv_b = bf16(4, 64, R + P), bf16(H, K + V, R)
     yield lambda: ops.delta_step(bf16(N, CHANNELS), bf16(CHANNELS, W), taps, *gates, *pools)
+    low = bf16(N, 2 * K + H)[:, :K]
+    low_rank = (low, bf16(H * K, K), bf16(N, H), f32(H), f32(H, K), low, bf16(H * V, K), bf16(V), 1e-5, "sigmoid")
+    yield lambda: ops.low_rank_delta_step(bf16(N, CHANNELS), bf16(CHANNELS, W), taps, *low_rank, *pools)
+    yield lambda: ops.greedy(f32(N, 163840))
     yield lambda: ops.mla_step(bf16(N, H, K + P), kv_b, cache, i32(N), i32(N, blocks), 1.0)
     caches = (bf16(4, 64, 2, 256), bf16(4, 64, 2, 256))
     yield lambda: ops.gqa_decode(bf16(N, 16, 256), *caches, i32(N), i32(N, blocks), 1.0)

@@ -18,7 +18,7 @@ from torch import Tensor
 from deltafold.ops import Scoring
 from deltafold.ops.triton.launch import arch_of, load_tile, overlap, product, tile_source, wait_for_predecessor
 from deltafold.ops.triton.pinning import chosen, pinned, room_of
-from deltafold.ops.triton.router import choose
+from deltafold.ops.triton.router import MAX_GROUPED_CHOICES, MAX_GROUPED_TOKENS, choose, choose_and_group
 
 MAX_GEMV_TOKENS = 4
 """Up to this many tokens every pair reads its expert's weights alone; repeats of an expert come from the L2 cache."""
@@ -85,6 +85,13 @@ class Groups:
 
     pairs: Tensor  # [max_tiles * BM] int32, -1 where a tile is not full
     tile_expert: Tensor  # [max_tiles] int32, -1 for the tiles that are not needed
+
+    @classmethod
+    def allocate(cls, ids: Tensor, num_experts: int, BM: int) -> Groups:
+        """Room for the pairs of `ids [T, J]`; the number of tiles follows from the shapes alone."""
+        max_tiles = min(ids.numel(), ids.numel() // BM + num_experts)
+        pairs = torch.empty(max_tiles * BM, dtype=torch.int32, device=ids.device)
+        return cls(pairs, torch.empty(max_tiles, dtype=torch.int32, device=ids.device))
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -407,10 +414,16 @@ def routed_experts(
     scale: float,
 ) -> Tensor:
     """See `Ops.routed_experts`."""
-    T, num_shared = x.shape[0], w13.shape[0] - logits.shape[1]
-    weights = torch.empty(T, top_k + num_shared, dtype=torch.float32, device=x.device)
-    ids = torch.empty(T, top_k + num_shared, dtype=torch.int32, device=x.device)
-    choose(logits, bias, top_k, scoring, num_groups, top_k_groups, best_per_group, renormalize, scale, weights, ids)
+    T, J = x.shape[0], top_k + w13.shape[0] - logits.shape[1]
+    weights = torch.empty(T, J, dtype=torch.float32, device=x.device)
+    ids = torch.empty(T, J, dtype=torch.int32, device=x.device)
+    options = (top_k, scoring, num_groups, top_k_groups, best_per_group, renormalize, scale)
+    plan = _grouped_plan(x, ids, w13.shape[0])
+    if MAX_GEMV_TOKENS < T <= min(MAX_GROUPED_TOKENS, plan.up.BM) and 0 < J <= MAX_GROUPED_CHOICES:
+        groups = Groups.allocate(ids, w13.shape[0], plan.up.BM)
+        choose_and_group(logits, bias, *options, weights, ids, groups.pairs, groups.tile_expert)
+        return _through_groups(x, w13, w2, weights, ids, groups, plan)
+    choose(logits, bias, *options, weights, ids)
     return grouped_experts(x, w13, w2, weights, ids)
 
 
@@ -442,10 +455,20 @@ def gemv_down(hidden: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, dtype: t
 
 
 def _grouped(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    E = w13.shape[0]
+    plan = _grouped_plan(x, ids, w13.shape[0])
+    groups = group_pairs(ids, w13.shape[0], plan.up.BM, is_small=plan.is_small)
+    return _through_groups(x, w13, w2, weights, ids, groups, plan)
+
+
+def _grouped_plan(x: Tensor, ids: Tensor, num_experts: int) -> GroupedPlan:
     plans = grouped_plans(arch_of(x), room_of(x))
-    plan = next(plan for plan in plans if ids.numel() <= plan.max_mean_pairs * E)
-    groups = group_pairs(ids, E, plan.up.BM, is_small=plan.is_small)
+    return next(plan for plan in plans if ids.numel() <= plan.max_mean_pairs * num_experts)
+
+
+def _through_groups(
+    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, groups: Groups, plan: GroupedPlan
+) -> Tensor:
+    x, w13, w2 = x if x.stride(1) == 1 else x.contiguous(), w13.contiguous(), w2.contiguous()
     hidden = grouped_up(x, w13, ids.shape[1], groups, plan.up)
     rows = grouped_down(hidden, w2, weights, groups, torch.float32 if plan.is_small else x.dtype, plan.down)
     return sum_choices(rows, ids, x.dtype)
@@ -494,11 +517,10 @@ def sum_choices(rows: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def group_pairs(ids: Tensor, num_experts: int, BM: int, is_small: bool) -> Groups:
-    """Pairs sorted by expert in tiles of BM rows; the number of tiles follows from the shapes alone."""
-    P = ids.numel()
-    max_tiles = min(P, P // BM + num_experts)
-    pairs = torch.empty(max_tiles * BM, dtype=torch.int32, device=ids.device)
-    tile_expert = torch.empty(max_tiles, dtype=torch.int32, device=ids.device)
+    """Pairs sorted by expert in tiles of BM rows."""
+    P, groups = ids.numel(), Groups.allocate(ids, num_experts, BM)
+    pairs, tile_expert = groups.pairs, groups.tile_expert
+    max_tiles = tile_expert.shape[0]
     block_e = triton.next_power_of_2(num_experts)
     counts = first_rows = tile_expert
     if not is_small:
@@ -515,4 +537,4 @@ def group_pairs(ids: Tensor, num_experts: int, BM: int, is_small: bool) -> Group
         place_pairs_kernel[(triton.cdiv(P, PLACE_TILE),)](
             ids, first_rows, pairs, P, BLOCK_P=PLACE_TILE, num_warps=4, **overlap(ids)
         )
-    return Groups(pairs, tile_expert)
+    return groups
