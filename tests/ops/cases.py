@@ -513,11 +513,11 @@ def step_cases() -> Iterator[Case]:
         (([1], 16, F32), ([16], 16, F32), ([5, 33, 0], 16, F32), ([2, 0, 140, 1, 63], 16, F32), ([65, 64, 1], 64, BF16))
     ):
         gen = generator(seed)
-        H, R, P, nope, V = 3, 32, 16, 16, 32
+        H, R, P, nope, V = 3, 288 if lengths == [16] else 32, 16, 16, 32  # 288: three tiles of the rank, one part full
         cache, seq_lens, table = latent_context(gen, lengths, R + P, block_size, dtype)
         q = fused(gen, len(lengths), [H * (nope + P), 4], dtype)[0].unflatten(-1, (H, nope + P))
         kv_b = randn(gen, H, nope + V, R, dtype=dtype) * R**-0.5
-        yield Case("mla_step", f"{lengths} {dtype}", (q, kv_b, cache, seq_lens, table, (nope + P) ** -0.5), dtype)
+        yield Case("mla_step", f"{lengths} R={R} {dtype}", (q, kv_b, cache, seq_lens, table, (nope + P) ** -0.5), dtype)
 
 
 # --- rotary embedding, paged key and value caches ------------------------------------------------------------------
