@@ -95,6 +95,9 @@ def _tensors(value: Any, name: str = "model") -> list[tuple[str, torch.Tensor]]:
         ({"context": 0}, "context must be an integer >= 1, got 0"),
         ({"context": 2**21}, "context 2097152 is beyond the model's 1048576"),
         ({"max_num_seqs": True}, "max_num_seqs must be an integer >= 1, got True"),
+        ({"max_num_batched_tokens": 63}, "max_num_batched_tokens must be an integer >= 64, got 63"),
+        ({"free_memory_floor": 1.5}, r"free_memory_floor must be a share in \[0, 0.9\], got 1.5"),
+        ({"free_memory_floor": "6%"}, r"free_memory_floor must be a share in \[0, 0.9\], got '6%'"),
         ({"dtype": "int8"}, "dtype must be one of auto, float32, bfloat16, got 'int8'"),
     ],
 )

@@ -34,7 +34,7 @@ from deltafold.cache.prefix_cache import PrefixCache
 from deltafold.checkpoint.config import ModelConfig, load_config
 from deltafold.checkpoint.fingerprint import fingerprint
 from deltafold.checkpoint.folder import resolve_folder
-from deltafold.checkpoint.weights import load_tensors, random_tensors
+from deltafold.checkpoint.weights import compute_dtype_of, load_tensors, random_tensors, residual_dtype_of
 from deltafold.core import EngineCore
 from deltafold.errors import CapacityError, DeltafoldError, DeviceError, NumericalError, OptionError, RequestError
 from deltafold.intake import Intake
@@ -71,8 +71,6 @@ SAVE_BYTES_PER_TOKEN = {"cpu": 1_000_000, "cuda": 150_000}
 the time a token's prefill takes (CPU: 5 GB/s against 2,500 tokens/s; H200: 25 GB/s against 80,000 tokens/s)."""
 
 _Item = TypeVar("_Item")
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +210,8 @@ class Engine:
         torch_device = _resolve_device(device)
         _choice("weights", weights, ["checkpoint", "random"])
         backend_name = _resolve_backend(backend, torch_device)
-        residual = DTYPES[_choice("residual_dtype", residual_dtype, list(DTYPES))]
-        _choice("dtype", dtype, ["auto", *DTYPES])
+        residual = residual_dtype_of(residual_dtype)
+        compute_dtype_of(dtype, None, "cpu")  # an unknown one is refused before anything is read
         options = EngineOptions(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -232,7 +230,7 @@ class Engine:
         config = load_config(folder)
         kind = model_class(config.architecture)
         tokenizer = Tokenizer.from_folder(folder, vocab_size=config.vocab_size)
-        torch_dtype = _resolve_dtype(dtype, config, torch_device)
+        torch_dtype = compute_dtype_of(dtype, config.dtype, torch_device.type)
         ops = _select_ops(backend_name)
         is_fused = _is_fused(torch_device, backend_name)
         if kernel_pack is not None and not is_fused:
@@ -608,13 +606,6 @@ def _plan(
         model_limit=config.max_position_embeddings,
         max_snapshots=options.max_snapshots if options.prefix_cache else 0,
     )
-
-
-def _resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    if dtype != "auto":
-        return DTYPES[dtype]
-    # CPUs compute float32 faster than they emulate bfloat16; a float16 checkpoint widens without loss of range.
-    return torch.float32 if device.type == "cpu" or config.dtype == "float32" else torch.bfloat16
 
 
 def _select_ops(backend: Backend) -> Ops:

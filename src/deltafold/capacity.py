@@ -17,10 +17,11 @@ import torch
 from deltafold.cache.memory import BLOCK_SIZE, bytes_per_block, bytes_per_slot
 from deltafold.checkpoint.config import ModelConfig, load_config
 from deltafold.checkpoint.folder import resolve_folder
-from deltafold.checkpoint.weights import ParameterTable
+from deltafold.checkpoint.weights import ParameterTable, compute_dtype_of
 from deltafold.errors import CapacityError, OptionError
 from deltafold.models import model_class
 from deltafold.runner.decode_graphs import graph_bytes
+from deltafold.types import EngineOptions
 
 _LAYER = re.compile(r"(.*\blayers\.\d+)\.")
 
@@ -104,17 +105,18 @@ def plan_capacity(
         LoadError: the model's configuration cannot be read.
         CapacityError: not one sequence fits; the message is the whole table.
     """
-    limits = {"memory": memory, "context": context, "max_num_seqs": max_num_seqs}
-    for name, value in (limits | {"max_num_batched_tokens": max_num_batched_tokens}).items():
+    for name, value in {"memory": memory, "context": context}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"{name} must be an integer >= 1, got {value!r}")
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise OptionError(f"dtype must be one of auto, float32, bfloat16, got {dtype!r}")
+    options = EngineOptions(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, free_memory_floor=free_memory_floor
+    )
+    compute_dtype_of(dtype, None, "cuda")  # an unknown one is refused before anything is read
     config = load_config(resolve_folder(str(model), revision))
     if context > config.max_position_embeddings:
         raise OptionError(f"context {context} is beyond the model's {config.max_position_embeddings}")
     kind = model_class(config.architecture)
-    compute = torch.float32 if dtype == "float32" or (dtype == "auto" and config.dtype == "float32") else torch.bfloat16
+    compute = compute_dtype_of(dtype, config.dtype, "cuda")
     table, specs = kind.parameter_table(config), kind.layer_specs(config)
     plan = CapacityPlan(
         model=str(model),
@@ -124,7 +126,7 @@ def plan_capacity(
         weights=sum(math.prod(spec.shape) * (spec.dtype or compute).itemsize for spec in table.values()),
         activations=_activation_bytes(table, config, compute, max_num_batched_tokens, max_num_seqs),
         graphs=graph_bytes(max_num_seqs, config.vocab_size),
-        floor=int(memory * free_memory_floor),
+        floor=int(memory * options.free_memory_floor),
         bytes_per_slot=bytes_per_slot(specs, compute),
         bytes_per_block=bytes_per_block(specs, compute),
         blocks_per_sequence=-(-context // BLOCK_SIZE),

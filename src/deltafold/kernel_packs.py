@@ -15,15 +15,15 @@ import torch
 
 from deltafold.checkpoint.config import parse_config
 from deltafold.checkpoint.folder import read_json_object, resolve_folder
+from deltafold.checkpoint.weights import compute_dtype_of, residual_dtype_of
 from deltafold.errors import ConfigError, OptionError
 from deltafold.kernels.targets import published_config
+from deltafold.types import EngineOptions
 
 if TYPE_CHECKING:
     from deltafold.kernels.build import PackSummary
     from deltafold.kernels.check import KernelDrift
     from deltafold.kernels.tune import Tuned
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_kernels(
@@ -58,22 +58,21 @@ def build_kernels(
         raise OptionError(f"give either model_shape or model, got {model_shape!r} and {model!r}")
     if not arch:
         raise OptionError("arch is empty: name at least one architecture")
-    for name, low, value in (("max_num_seqs", 1, max_num_seqs), ("max_num_batched_tokens", 64, max_num_batched_tokens)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise OptionError(f"{name} must be an integer >= {low}, got {value!r}")
-    if dtype not in ("auto", *DTYPES) or residual_dtype not in DTYPES:
-        raise OptionError(f"dtypes must be among {', '.join(DTYPES)}, got {dtype!r} and {residual_dtype!r}")
+    EngineOptions(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)  # refuses bad values
+    compute_dtype_of(dtype, None, "cuda")
+    residual = residual_dtype_of(residual_dtype)
     path = Path(output)
     if not path.absolute().parent.is_dir():
         raise OptionError(f"output {path}: there is no folder {path.absolute().parent}")
     raw = published_config(model_shape) if model_shape is not None else _config_of(str(model), revision)
     config = parse_config(raw)
-    compute = "float32" if dtype == "float32" or (dtype == "auto" and config.dtype == "float32") else "bfloat16"
     _check_triton()
     from deltafold.kernels.build import build_pack
     from deltafold.kernels.recording import ModelShape
 
-    shape = ModelShape(raw, DTYPES[compute], DTYPES[residual_dtype], max_num_seqs, max_num_batched_tokens)
+    shape = ModelShape(
+        raw, compute_dtype_of(dtype, config.dtype, "cuda"), residual, max_num_seqs, max_num_batched_tokens
+    )
     return build_pack(shape, list(dict.fromkeys(arch)), path, on_progress)
 
 
