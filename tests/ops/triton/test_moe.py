@@ -171,19 +171,20 @@ ROUTINGS = {
 def routed(T, name, num_shared, device, change=None):
     """What `choose` and `choose_and_group` make of the same logits: (weights, ids) each, and the second's groups."""
     E, *options = ROUTINGS[name]
+    routing = router.Routing(*options)
     gen = generator(T)
     logits, bias = randn(gen, T, E + 3)[:, :E], randn(gen, E) * 0.1
     if change is not None:
         change(logits)
     logits, bias = logits.to(device), bias.to(device)
-    J = options[0] + num_shared
+    J = routing.top_k + num_shared
     found = []
     for _ in range(2):
         weights = torch.full((T, J), torch.nan, device=device)
         found.append((weights, torch.full((T, J), -7, dtype=torch.int32, device=device)))
     groups = moe.Groups.allocate(found[0][1], E + num_shared, 16)
-    router.choose(logits, bias, *options, *found[0])
-    router.choose_and_group(logits, bias, *options, *found[1], groups.pairs, groups.tile_expert)
+    router.choose(logits, bias, routing, *found[0])
+    router.choose_and_group(logits, bias, routing, *found[1], groups.pairs, groups.tile_expert)
     return found, groups, E + num_shared
 
 

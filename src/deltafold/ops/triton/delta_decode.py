@@ -7,6 +7,8 @@ written once and nothing else reaches memory. Many requests take the recurrence 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -220,10 +222,12 @@ def delta_step(
     has_initial_state: Tensor,
 ) -> Tensor:
     """See `Ops.delta_step`; writes `conv_state` and `recurrent_state`."""
-    run = _fused_step if qkv.shape[0] <= step_tiles(qkv).max_step_requests else _unfused_step
-    return run(
-        qkv, conv_weight, conv_state, raw_gate, beta_logits, A_log, dt_bias, out_gate, norm_weight, eps, activation,
-        recurrent_state, state_slots, has_initial_state,
+    return _run(
+        _Step(
+            qkv, conv_weight, conv_state, raw_gate, beta_logits, A_log, dt_bias, out_gate, norm_weight, eps,
+            activation, recurrent_state, state_slots, has_initial_state,
+        ),
+        is_ahead=False,
     )  # fmt: skip
 
 
@@ -247,16 +251,17 @@ def low_rank_delta_step(
 ) -> Tensor:
     """See `Ops.low_rank_delta_step`; writes `conv_state` and `recurrent_state`."""
     HV, K, V = recurrent_state.shape[1:]
-    is_fused = qkv.shape[0] <= step_tiles(qkv).max_step_requests
-    if is_fused:
+    if qkv.shape[0] <= step_tiles(qkv).max_step_requests:
         raw_gate, out_gate = _both_gates(gate_low, gate_up, out_low, out_up)
     else:
         raw_gate, out_gate = linear(gate_low, gate_up, qkv.dtype), linear(out_low, out_up, qkv.dtype)
-    shared = (qkv, conv_weight, conv_state, raw_gate.view(-1, HV, K), beta_logits, A_log, dt_bias)
-    rest = (out_gate.view(-1, HV, V), norm_weight, eps, activation, recurrent_state, state_slots, has_initial_state)
-    if is_fused:
-        return _fused_step(*shared, *rest, is_ahead=True)
-    return _unfused_step(*shared, *rest)
+    return _run(
+        _Step(
+            qkv, conv_weight, conv_state, raw_gate.view(-1, HV, K), beta_logits, A_log, dt_bias,
+            out_gate.view(-1, HV, V), norm_weight, eps, activation, recurrent_state, state_slots, has_initial_state,
+        ),
+        is_ahead=True,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["N", "F", "G"])
@@ -328,67 +333,66 @@ def _gate_width(rank: int) -> int:
     return max(64, tile_width(rank))
 
 
-def _fused_step(
-    qkv: Tensor,
-    conv_weight: Tensor,
-    conv_state: Tensor,
-    raw_gate: Tensor,
-    beta_logits: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    out_gate: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    activation: Activation,
-    recurrent_state: Tensor,
-    state_slots: Tensor,
-    has_initial_state: Tensor,
-    *,
-    is_ahead: bool = False,
-) -> Tensor:
-    """`delta_step` in one kernel; `is_ahead` if the launch before it wrote the gates, as its AHEAD says."""
-    HV, K, V = recurrent_state.shape[1:]
-    N, W = qkv.shape[0], conv_weight.shape[1]
-    out = torch.empty(out_gate.shape, dtype=out_gate.dtype, device=out_gate.device)
+class _Step(NamedTuple):
+    """Arguments of `delta_step`."""
+
+    qkv: Tensor
+    conv_weight: Tensor
+    conv_state: Tensor
+    raw_gate: Tensor
+    beta_logits: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    out_gate: Tensor
+    norm_weight: Tensor
+    eps: float
+    activation: Activation
+    recurrent_state: Tensor
+    state_slots: Tensor
+    has_initial_state: Tensor
+
+
+def _run(step: _Step, *, is_ahead: bool) -> Tensor:
+    """In one kernel for few requests, in four for many; `is_ahead` if the launch before it wrote the gates and nothing
+    else, as AHEAD says."""
+    if step.qkv.shape[0] <= step_tiles(step.qkv).max_step_requests:
+        return _fused_step(step, is_ahead=is_ahead)
+    return _unfused_step(step)
+
+
+def _fused_step(step: _Step, *, is_ahead: bool) -> Tensor:
+    HV, K, V = step.recurrent_state.shape[1:]
+    N, W = step.qkv.shape[0], step.conv_weight.shape[1]
+    out = torch.empty(step.out_gate.shape, dtype=step.out_gate.dtype, device=step.out_gate.device)
     if N == 0:
         return out
-    H = (qkv.shape[1] - HV * V) // (2 * K)
-    tiles = step_tiles(qkv)
-    qkv, raw_gate, beta_logits, out_gate = (dense_rows(x) for x in (qkv, raw_gate, beta_logits, out_gate))
+    H = (step.qkv.shape[1] - HV * V) // (2 * K)
+    tiles = step_tiles(step.qkv)
+    qkv, raw_gate, beta_logits, out_gate = (
+        dense_rows(x) for x in (step.qkv, step.raw_gate, step.beta_logits, step.out_gate)
+    )
     decode_step_kernel[(H, N)](
-        qkv, conv_weight, conv_state, raw_gate, beta_logits, A_log, dt_bias, out_gate, norm_weight, out,
-        recurrent_state, state_slots, has_initial_state,
-        qkv.stride(0), raw_gate.stride(0), beta_logits.stride(0), out_gate.stride(0), conv_state.stride(0),
-        recurrent_state.stride(0), K**-0.5, eps, H=H, HV=HV, K=K, V=V, W=W,
+        qkv, step.conv_weight, step.conv_state, raw_gate, beta_logits, step.A_log, step.dt_bias, out_gate,
+        step.norm_weight, out, step.recurrent_state, step.state_slots, step.has_initial_state,
+        qkv.stride(0), raw_gate.stride(0), beta_logits.stride(0), out_gate.stride(0), step.conv_state.stride(0),
+        step.recurrent_state.stride(0), K**-0.5, step.eps, H=H, HV=HV, K=K, V=V, W=W,
         BK=triton.next_power_of_2(K), BV=triton.next_power_of_2(V), BW=triton.next_power_of_2(W),
-        PER_CHANNEL=raw_gate.dim() == 3, SILU_GATE=activation == "silu", AHEAD=is_ahead,
+        PER_CHANNEL=raw_gate.dim() == 3, SILU_GATE=step.activation == "silu", AHEAD=is_ahead,
         num_warps=tiles.step_warps, maxnreg=tiles.step_registers, **overlap(qkv),
     )  # fmt: skip
     return out
 
 
-def _unfused_step(
-    qkv: Tensor,
-    conv_weight: Tensor,
-    conv_state: Tensor,
-    raw_gate: Tensor,
-    beta_logits: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    out_gate: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    activation: Activation,
-    recurrent_state: Tensor,
-    state_slots: Tensor,
-    has_initial_state: Tensor,
-) -> Tensor:
-    """`delta_step` in four kernels: with many requests the states' bytes decide, and tiles of V move them faster."""
-    HV, K, V = recurrent_state.shape[1:]
-    mixed = _conv_steps(qkv, conv_weight, conv_state, state_slots, has_initial_state)
+def _unfused_step(step: _Step) -> Tensor:
+    """With many requests the states' bytes decide, and tiles of V move them faster."""
+    HV, K, V = step.recurrent_state.shape[1:]
+    slots, has_state = step.state_slots, step.has_initial_state
+    mixed = _conv_steps(step.qkv, step.conv_weight, step.conv_state, slots, has_state)
     qk, v = mixed.split([mixed.shape[1] - HV * V, HV * V], dim=-1)
     q, k = qk.unflatten(-1, (2, -1, K)).unbind(1)
-    requests = (None, state_slots, has_initial_state)
-    gate_params = (A_log, dt_bias)
-    o = run_recurrence(q, k, v.unflatten(-1, (HV, V)), raw_gate, beta_logits, gate_params, recurrent_state, requests)
-    return gated_rms_norm_of_slots(o, out_gate, norm_weight, eps, activation, state_slots)
+    gate_params = (step.A_log, step.dt_bias)
+    o = run_recurrence(
+        q, k, v.unflatten(-1, (HV, V)), step.raw_gate, step.beta_logits, gate_params, step.recurrent_state,
+        (None, slots, has_state),
+    )  # fmt: skip
+    return gated_rms_norm_of_slots(o, step.out_gate, step.norm_weight, step.eps, step.activation, slots)

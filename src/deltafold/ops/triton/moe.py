@@ -18,7 +18,7 @@ from torch import Tensor
 from deltafold.ops import Scoring
 from deltafold.ops.triton.launch import arch_of, load_tile, overlap, product, tile_source, wait_for_predecessor
 from deltafold.ops.triton.pinning import chosen, pinned, room_of
-from deltafold.ops.triton.router import MAX_GROUPED_CHOICES, MAX_GROUPED_TOKENS, choose, choose_and_group
+from deltafold.ops.triton.router import MAX_GROUPED_CHOICES, MAX_GROUPED_TOKENS, Routing, choose, choose_and_group
 
 MAX_GEMV_TOKENS = 4
 """Up to this many tokens every pair reads its expert's weights alone; repeats of an expert come from the L2 cache."""
@@ -417,13 +417,13 @@ def routed_experts(
     T, J = x.shape[0], top_k + w13.shape[0] - logits.shape[1]
     weights = torch.empty(T, J, dtype=torch.float32, device=x.device)
     ids = torch.empty(T, J, dtype=torch.int32, device=x.device)
-    options = (top_k, scoring, num_groups, top_k_groups, best_per_group, renormalize, scale)
+    routing = Routing(top_k, scoring, num_groups, top_k_groups, best_per_group, renormalize, scale)
     plan = _grouped_plan(x, ids, w13.shape[0])
     if MAX_GEMV_TOKENS < T <= min(MAX_GROUPED_TOKENS, plan.up.BM) and 0 < J <= MAX_GROUPED_CHOICES:
         groups = Groups.allocate(ids, w13.shape[0], plan.up.BM)
-        choose_and_group(logits, bias, *options, weights, ids, groups.pairs, groups.tile_expert)
+        choose_and_group(logits, bias, routing, weights, ids, groups.pairs, groups.tile_expert)
         return _through_groups(x, w13, w2, weights, ids, groups, plan)
-    choose(logits, bias, *options, weights, ids)
+    choose(logits, bias, routing, weights, ids)
     return grouped_experts(x, w13, w2, weights, ids)
 
 

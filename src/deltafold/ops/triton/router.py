@@ -6,6 +6,8 @@ The weights of the chosen go to `moe.py`. Selection repeats a masked maximum, wh
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -224,6 +226,18 @@ def route_and_group_kernel(
     tl.store(p_tile_expert + b_tiles, o_all, mask=is_chosen)
 
 
+class Routing(NamedTuple):
+    """How experts are chosen; see `Ops.route`."""
+
+    top_k: int
+    scoring: Scoring
+    num_groups: int
+    top_k_groups: int
+    best_per_group: int
+    renormalize: bool
+    scale: float
+
+
 def route(
     logits: Tensor,
     bias: Tensor | None,
@@ -239,50 +253,30 @@ def route(
     T = logits.shape[0]
     weights = torch.empty(T, top_k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(T, top_k, dtype=torch.int32, device=logits.device)
-    choose(logits, bias, top_k, scoring, num_groups, top_k_groups, best_per_group, renormalize, scale, weights, ids)
+    routing = Routing(top_k, scoring, num_groups, top_k_groups, best_per_group, renormalize, scale)
+    choose(logits, bias, routing, weights, ids)
     return weights, ids
 
 
-def choose(
-    logits: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    scoring: Scoring,
-    num_groups: int,
-    top_k_groups: int,
-    best_per_group: int,
-    renormalize: bool,
-    scale: float,
-    weights: Tensor,
-    ids: Tensor,
-) -> None:
+def choose(logits: Tensor, bias: Tensor | None, routing: Routing, weights: Tensor, ids: Tensor) -> None:
     """`route` into given tensors. Columns after the first `top_k` get weight 1 and the ids E, E + 1, ...: the shared
     experts, stacked after the routed ones.
 
     weights [T, J] float32 and ids [T, J] int32, both dense, J >= top_k.
     """
-    T, E = logits.shape
-    if T == 0:
+    if logits.shape[0] == 0:
         return
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    numbers = _numbers(E, top_k, weights.shape[1], num_groups, top_k_groups, best_per_group)
-    flags = _flags(logits, bias, weights, scoring, num_groups, renormalize=renormalize)
-    route_kernel[(T,)](
-        logits, logits if bias is None else bias, weights, ids, logits.stride(0), scale, *numbers, num_warps=1,
-        **flags, **overlap(logits),
+    route_kernel[(logits.shape[0],)](
+        logits, logits if bias is None else bias, weights, ids, logits.stride(0), routing.scale,
+        *_numbers(logits, routing, weights), num_warps=1, **_flags(logits, bias, routing, weights), **overlap(logits),
     )  # fmt: skip
 
 
 def choose_and_group(
     logits: Tensor,
     bias: Tensor | None,
-    top_k: int,
-    scoring: Scoring,
-    num_groups: int,
-    top_k_groups: int,
-    best_per_group: int,
-    renormalize: bool,
-    scale: float,
+    routing: Routing,
     weights: Tensor,
     ids: Tensor,
     pairs: Tensor,
@@ -294,33 +288,29 @@ def choose_and_group(
     pairs [max_tiles * BM] int32 and tile_expert [max_tiles] int32 as in `moe.Groups`.
     """
     T, E = logits.shape
-    max_tiles = tile_expert.shape[0]
+    max_tiles, num_shared = tile_expert.shape[0], weights.shape[1] - routing.top_k
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    numbers = _numbers(E, top_k, weights.shape[1], num_groups, top_k_groups, best_per_group)
-    flags = _flags(logits, bias, weights, scoring, num_groups, renormalize=renormalize)
     route_and_group_kernel[(1,)](
         logits, logits if bias is None else bias, weights, ids, pairs, tile_expert, T, max_tiles, logits.stride(0),
-        scale, *numbers, BM=pairs.shape[0] // max_tiles,
-        BLOCK_ALL=triton.next_power_of_2(E + weights.shape[1] - top_k), BLOCK_T=MAX_GROUPED_TOKENS, num_warps=8,
-        **flags, **overlap(logits),
+        routing.scale, *_numbers(logits, routing, weights), BM=pairs.shape[0] // max_tiles,
+        BLOCK_ALL=triton.next_power_of_2(E + num_shared), BLOCK_T=MAX_GROUPED_TOKENS, num_warps=8,
+        **_flags(logits, bias, routing, weights), **overlap(logits),
     )  # fmt: skip
 
 
-def _numbers(
-    E: int, top_k: int, J: int, num_groups: int, top_k_groups: int, best_per_group: int
-) -> tuple[int, int, int, int, int, int, int]:
-    group_size = E // num_groups
-    return E, top_k, J, group_size, num_groups, top_k_groups, min(best_per_group, group_size)
+def _numbers(logits: Tensor, routing: Routing, weights: Tensor) -> tuple[int, ...]:
+    E = logits.shape[1]
+    size = E // routing.num_groups
+    best = min(routing.best_per_group, size)
+    return E, routing.top_k, weights.shape[1], size, routing.num_groups, routing.top_k_groups, best
 
 
-def _flags(
-    logits: Tensor, bias: Tensor | None, weights: Tensor, scoring: Scoring, num_groups: int, *, renormalize: bool
-) -> dict[str, int | bool]:
+def _flags(logits: Tensor, bias: Tensor | None, routing: Routing, weights: Tensor) -> dict[str, int | bool]:
     return {
         "BLOCK_E": triton.next_power_of_2(logits.shape[1]),
         "BLOCK_K": triton.next_power_of_2(weights.shape[1]),
         "HAS_BIAS": bias is not None,
-        "SIGMOID": scoring == "sigmoid",
-        "GROUPED": num_groups > 1,
-        "RENORMALIZE": renormalize,
+        "SIGMOID": routing.scoring == "sigmoid",
+        "GROUPED": routing.num_groups > 1,
+        "RENORMALIZE": routing.renormalize,
     }
