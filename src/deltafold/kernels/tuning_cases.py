@@ -74,26 +74,27 @@ def _delta_prefill(device: torch.device, shape_class: str) -> Call:
 
 def _delta_step(device: torch.device, shape_class: str) -> Call:
     """Few requests, which take the fused step, and then many; every call starts from no state."""
-    calls = [_steps(device, N) for N in (1, 8, 64, 128)]
+    calls = [_steps(device, N) for N in (1, 8, 32, 64, 128)]
     return lambda: torch.cat([call().flatten() for call in calls])
 
 
 def _steps(device: torch.device, N: int) -> Call:
     channels = 2 * H * K + H * V
     qkv, conv, taps = _normal(device, N, channels), _normal(device, channels, W), _normal(device, N, channels, W - 1)
-    gate, beta, out_gate = _normal(device, N, H, K), _normal(device, N, H), _normal(device, N, H, V)
+    low, up, out_up = _normal(device, N, K), _normal(device, H * K, K, scale=0.1), _normal(device, H * V, K, scale=0.1)
+    beta = _normal(device, N, H)
     A_log, dt_bias = torch.zeros(H, device=device), torch.full((H, K), -3.0, device=device)
     norm, state = _normal(device, V), torch.zeros(N, H, K, V, device=device)
     slots, fresh = torch.arange(N, dtype=torch.int32, device=device), torch.zeros(N, dtype=torch.bool, device=device)
-    return lambda: ops.delta_step(
-        qkv, conv, taps, gate, beta, A_log, dt_bias, out_gate, norm, 1e-5, "sigmoid", state, slots, fresh
+    return lambda: ops.low_rank_delta_step(
+        qkv, conv, taps, low, up, beta, A_log, dt_bias, low, out_up, norm, 1e-5, "sigmoid", state, slots, fresh
     )
 
 
 def _linear(device: torch.device, shape_class: str) -> Call:
-    """The widest projection and the router, of one and of three tokens."""
+    """The widest projection and the router, of one, three and eight tokens."""
     wide, narrow = _normal(device, 12576, D, scale=0.02), _normal(device, 256, D, scale=0.02)
-    inputs = [_normal(device, T, D) for T in (1, 3)]
+    inputs = [_normal(device, T, D) for T in (1, 3, 8)]
     return lambda: torch.cat([ops.linear(x, w, torch.bfloat16).flatten() for x in inputs for w in (wide, narrow)])
 
 
@@ -131,14 +132,23 @@ CASES: Mapping[str, Case] = {
             "recurrent_registers": (None, 64, 128),
             "step_warps": (2, 4, 8),
             "step_registers": (None, 64, 128),
-            "max_step_requests": (1, 8, 16, 64),
+            "max_step_requests": (1, 8, 16, 32, 64),
             "conv_channels": (256, 512, 1024),
         },
     ),
     "gemv_down": Case(_experts(1), _GEMV),
     "gemv_up": Case(_experts(1), _GEMV),
     "grouped_experts": Case(_experts(None), _GROUPED),
-    "linear": Case(_linear, {"rows": (1, 2, 4), "cols": (256, 512, 1024), "num_warps": (1, 2, 4)}),
+    "linear": Case(
+        _linear,
+        {
+            "rows": (1, 2, 4),
+            "cols": (256, 512, 1024),
+            "num_warps": (1, 2, 4),
+            "max_tokens": (1, 2, 4),
+            "max_tokens_few_rows": (2, 4, 8),
+        },
+    ),
     "mla_decode": Case(_decode, _ATTENTION, lambda pins: pins["BM"] <= H),
     "mla_expand": Case(
         _prefill,
