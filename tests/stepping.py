@@ -32,9 +32,10 @@ from deltafold.layers.batch import ForwardBatch
 from deltafold.models import CausalLM, model_class
 from deltafold.ops import select
 from deltafold.runner.runner import ModelRunner, StepInFlight
+from deltafold.scheduler.memory import SchedulerLimits
 from deltafold.scheduler.output import SchedulerOutput
 from deltafold.scheduler.request import Request, RequestStatus
-from deltafold.scheduler.scheduler import Scheduler, SchedulerLimits
+from deltafold.scheduler.scheduler import Scheduler
 from deltafold.tokenizer.detokenizer import Detokenizer
 from deltafold.types import SamplingParams
 

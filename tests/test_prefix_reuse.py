@@ -32,7 +32,8 @@ GREEDY_20 = replace(GREEDY, max_tokens=20)
 
 def make_stepper(loaded: LoadedModel, *, interval: int = 4096, **sizes: int) -> Stepper:
     stepper = Stepper(loaded, **{"max_snapshots": 8, **sizes})
-    stepper.scheduler._limits = replace(stepper.scheduler._limits, snapshot_interval=interval)
+    memory = stepper.scheduler._memory
+    memory._limits = replace(memory._limits, snapshot_interval=interval)
     return stepper
 
 

@@ -46,8 +46,9 @@ from deltafold.runner.decode_graphs import graph_bytes, graph_sizes
 from deltafold.runner.runner import ModelRunner
 from deltafold.runner.self_check import checked_ops
 from deltafold.runner.warm_up import warm_up
+from deltafold.scheduler.memory import SchedulerLimits
 from deltafold.scheduler.request import Request
-from deltafold.scheduler.scheduler import Scheduler, SchedulerLimits
+from deltafold.scheduler.scheduler import Scheduler
 from deltafold.session import Session, SessionServices, restore
 from deltafold.streams import AsyncSubscription, AsyncTokenStream, Collector, Subscription, TokenStream
 from deltafold.tokenizer.tokenizer import Tokenizer

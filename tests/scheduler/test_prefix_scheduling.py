@@ -18,9 +18,10 @@ from deltafold.cache.pools import BlockPool, StatePool
 from deltafold.cache.prefix_cache import PrefixCache, extend_hashes
 from deltafold.core import EngineCore
 from deltafold.errors import CapacityError
+from deltafold.scheduler.memory import SchedulerLimits
 from deltafold.scheduler.output import ScheduledRequest
 from deltafold.scheduler.request import Request, RequestStatus, SavedState
-from deltafold.scheduler.scheduler import Scheduler, SchedulerLimits
+from deltafold.scheduler.scheduler import Scheduler
 from deltafold.tokenizer.detokenizer import Detokenizer
 from deltafold.types import FinishReason, SamplingParams
 

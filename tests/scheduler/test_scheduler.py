@@ -12,9 +12,10 @@ from deltafold.cache.host_budget import HostBudget
 from deltafold.cache.pools import BlockPool, PoolExhaustedError, StatePool
 from deltafold.cache.prefix_cache import PrefixCache
 from deltafold.errors import CapacityError, NumericalError
+from deltafold.scheduler.memory import SchedulerLimits
 from deltafold.scheduler.output import RequestResult, ScheduledRequest, SchedulerOutput
 from deltafold.scheduler.request import Request, RequestStatus
-from deltafold.scheduler.scheduler import Scheduler, SchedulerLimits
+from deltafold.scheduler.scheduler import Scheduler
 from deltafold.types import FinishReason, SamplingParams
 
 LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=2000)

@@ -1,44 +1,26 @@
 """Continuous batching: admits, chunks, decodes, preempts and frees requests, one step at a time.
 
-`core.py` calls `schedule`, carries out `take_transfers`, runs the step and hands its result to `update`. Memory is
-ids from `cache/pools.py`; every way out of RUNNING goes through `_release`.
+`core.py` calls `schedule`, carries out `take_transfers`, runs the step and hands its result to `update`. Here are the
+queues; what a request holds, shares and leaves behind is in `memory.py`. Every way out of RUNNING releases it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 from deltafold.cache.host_budget import HostBudget
 from deltafold.cache.pools import BlockPool, PoolExhaustedError, StatePool
-from deltafold.cache.prefix_cache import Match, PrefixCache, Snapshot, extend_hashes
-from deltafold.cache.transfers import CopySlot, LoadBlocks, LoadSlot, SaveBlocks, SaveSlot, Transfer
+from deltafold.cache.prefix_cache import PrefixCache
+from deltafold.cache.transfers import Transfer
 from deltafold.errors import CapacityError, DeltafoldError, NumericalError
-from deltafold.scheduler.output import RequestResult, ScheduledRequest, SchedulerOutput, SnapshotPoint
-from deltafold.scheduler.request import PENDING_TOKEN, Request, RequestStatus, SavedState
+from deltafold.scheduler.memory import CHUNK_GRID, RequestMemory, SchedulerLimits
+from deltafold.scheduler.output import RequestResult, ScheduledRequest, SchedulerOutput
+from deltafold.scheduler.request import PENDING_TOKEN, Request, RequestStatus
 from deltafold.types import FinishReason
-
-CHUNK_GRID = 64
-"""A prefill chunk ends on a multiple of this or at the prefill's end, so that the state at a boundary does not
-depend on how the prompt was split."""
 
 MAX_FAILED_STEPS = 3
 """A request that was the youngest in this many steps that ran out of memory ends with an error."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Limits of one step, see `EngineOptions`; and what decides between saving and recomputing.
-
-    A preempted request is saved to host memory if that moves at most `save_bytes_per_token` for each token it would
-    otherwise recompute, and the memory is there. 0 always recomputes.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    snapshot_interval: int = 4096
-    save_bytes_per_token: int = 0
 
 
 def no_prefix_cache(blocks: BlockPool, slots: StatePool) -> PrefixCache:
@@ -63,6 +45,7 @@ class Scheduler:
         if blocks.block_size != CHUNK_GRID:
             raise ValueError(f"blocks must be of {CHUNK_GRID} tokens, the chunk grid, got {blocks.block_size}")
         self._cache = cache or no_prefix_cache(blocks, slots)
+        self._memory = RequestMemory(limits, blocks, slots, self._cache)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._advanced: SchedulerOutput | None = None  # the step that was counted before its results were known
@@ -115,7 +98,7 @@ class Scheduler:
             if not is_complete:
                 for item in scheduled.values():
                     if item.snapshot is not None:
-                        self._cache.discard(item.request.pending_snapshots.pop())
+                        self._memory.discard_last_snapshot(item.request)
                 for request in reversed(admitted):
                     self._return_to_queue(request)
         ordered = sorted(scheduled.values(), key=lambda item: not item.is_decode)
@@ -177,9 +160,9 @@ class Scheduler:
                 request.keeps_state = False
                 self.finish(request, FinishReason.ERROR, error=NumericalError(message))
                 continue
-            self._snapshot_end(request)
+            self._memory.snapshot_end(request)
             if request.is_prefilled:
-                self._publish(request, is_decode=item.is_decode)
+                self._memory.publish(request, is_decode=item.is_decode)
             if item.is_sampled:
                 self._append(request, result)
         self._advanced = None
@@ -211,13 +194,13 @@ class Scheduler:
             self._waiting.remove(request)
         saved = request.saved
         if request.keeps_state and request.has_state:
-            request.saved = self._save(request)
+            request.saved = self._memory.save(request)
             self._left_behind.append(request)
         elif not request.keeps_state:
             request.saved = None
         if saved is not None and saved is not request.saved:
             self._cache.release_host(saved.host_id)
-        self._release(request)
+        self._memory.release(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
@@ -271,7 +254,7 @@ class Scheduler:
 
     def _grow(self, request: Request, preempted: list[Request]) -> bool:
         """Makes room for one more token, preempting the youngest; false if that was the request itself."""
-        missing = self._blocks.num_blocks_for(request.num_computed_tokens + 1) - len(request.block_ids)
+        missing = self._memory.num_missing_blocks(request, request.num_computed_tokens + 1)
         while missing > self._blocks.num_available:
             # Decodes are scheduled oldest first and victims are taken youngest first, so no victim is scheduled yet.
             victim = self._running[-1]
@@ -280,7 +263,7 @@ class Scheduler:
             if victim is request:
                 return False
         if missing > 0:
-            request.block_ids += self._cache.allocate_blocks(request.key, missing)
+            self._memory.extend(request, missing)
         return True
 
     def _schedule_prefills(self, scheduled: dict[str, ScheduledRequest]) -> int:
@@ -318,7 +301,7 @@ class Scheduler:
     def _admit(self, request: Request, budget: int, admitted: list[Request]) -> bool:
         """Gives a waiting request its memory and where to start; false, with nothing taken, if it must go on
         waiting."""
-        match = self._plan_start(request)
+        match = self._memory.plan_start(request)
         if not request.is_prefilled and self._chunk(request, budget) == 0:
             return False
         self._waiting.remove(request)
@@ -326,59 +309,16 @@ class Scheduler:
         admitted.append(request)
         request.status = RequestStatus.RUNNING
         try:
-            request.block_ids += self._cache.share(request.key, request.block_hashes[: request.num_published_blocks])
-            num_tokens = max(request.num_prefill_tokens, request.num_computed_tokens + 1)
-            num_blocks = self._blocks.num_blocks_for(num_tokens) - len(request.block_ids)
-            request.block_ids += self._cache.allocate_blocks(request.key, num_blocks)
-            request.state_slot = self._slots.allocate_one(request.key)
+            self._memory.take(request, match)
         except PoolExhaustedError:
             admitted.remove(request)
             self._return_to_queue(request)
             return False
-        if request.saved is not None:
-            self._load_saved(request, request.saved)
-        elif match.snapshot is not None:
-            self._cache.restore(match.snapshot, request.state_slot)
-        request.has_state = request.num_computed_tokens > 0
         if not request.is_admitted_before:
             request.is_admitted_before = True
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self.num_cached_tokens += request.num_cached_tokens
         return True
-
-    def _plan_start(self, request: Request) -> Match:
-        """Sets from which token on a waiting request computes, how many cached blocks it shares, and where in its
-        prefill it wants snapshots."""
-        self._extend_hashes(request)
-        last = (request.num_prefill_tokens - 1) // CHUNK_GRID  # the last token is always computed: for its logits
-        if request.saved is not None:
-            start = request.saved.num_tokens
-            match = self._cache.match(request.block_hashes[: start // CHUNK_GRID])
-            request.num_published_blocks = match.num_known_blocks
-            wanted = {last * CHUNK_GRID}
-        else:
-            match = self._cache.match(request.block_hashes[:last] if self._reads_cache(request) else [])
-            request.num_published_blocks = match.num_blocks
-            start = match.num_blocks * CHUNK_GRID
-            interval = self._limits.snapshot_interval
-            wanted = {*range(interval, last * CHUNK_GRID, interval), last * CHUNK_GRID}
-            wanted.add(match.num_known_blocks * CHUNK_GRID)  # here this prompt branches off from another
-        request.num_computed_tokens = start
-        # A chunk ends at every second position: without snapshots, for nothing.
-        keeps = self._cache.is_enabled
-        request.snapshot_positions = sorted(position for position in wanted if position > start) if keeps else []
-        return match
-
-    def _load_saved(self, request: Request, saved: SavedState) -> None:
-        if request.state_slot is None:
-            raise ValueError(f"{request.key} has no slot to load into")
-        first = request.num_published_blocks
-        count = self._blocks.num_blocks_for(saved.num_tokens)
-        self._cache.transfers.append(LoadSlot(saved.host_id, request.state_slot))
-        if count > first:
-            self._cache.transfers.append(LoadBlocks(saved.host_id, first, tuple(request.block_ids[first:count])))
-        self._cache.release_host(saved.host_id)
-        request.saved = None
 
     def _chunk(self, request: Request, budget: int) -> int:
         """Tokens of the request's next prefill chunk within the budget; 0 if no whole chunk fits."""
@@ -403,66 +343,8 @@ class Scheduler:
             is_decode=is_decode,
             has_initial_state=request.has_state,
             is_sampled=end == len(request.token_ids),
-            snapshot=None if is_decode else self._snapshot_point(request, end),
+            snapshot=None if is_decode else self._memory.snapshot_point(request, end),
             has_device_token=request.has_device_token,
-        )
-
-    def _snapshot_point(self, request: Request, end: int) -> SnapshotPoint | None:
-        start = request.num_computed_tokens
-        positions = request.snapshot_positions
-        if start % CHUNK_GRID or not positions or positions[0] > end:
-            return None  # a chunk that starts off the grid ends at most at the next position: see `_snapshot_end`
-        position = positions.pop(0)
-        snapshot = self._reserve(request, position)
-        if snapshot is None or snapshot.slot is None:
-            return None
-        return SnapshotPoint(snapshot.slot, position - start)
-
-    def _snapshot_end(self, request: Request) -> None:
-        """Copies the state aside if the step ended where a snapshot was wanted and none was written inside it."""
-        if request.snapshot_positions[:1] == [request.num_computed_tokens]:
-            position = request.snapshot_positions.pop(0)
-            snapshot = self._reserve(request, position)
-            if snapshot is not None and snapshot.slot is not None and request.state_slot is not None:
-                self._cache.transfers.append(CopySlot(request.state_slot, snapshot.slot))
-
-    def _reserve(self, request: Request, position: int) -> Snapshot | None:
-        snapshot = self._cache.reserve(request.block_hashes[: position // CHUNK_GRID])
-        if snapshot is not None:
-            request.pending_snapshots.append(snapshot)
-        return snapshot
-
-    def _publish(self, request: Request, *, is_decode: bool) -> None:
-        """Makes visible what a finished prefill, or a decode that filled a block, has written."""
-        num_full = request.num_computed_tokens // CHUNK_GRID
-        if num_full > request.num_published_blocks:
-            self._extend_hashes(request)
-            span = slice(request.num_published_blocks, num_full)
-            self._cache.publish_blocks(request.block_hashes[span], request.block_ids[span])
-            request.num_published_blocks = num_full
-        for snapshot in request.pending_snapshots:
-            self._cache.publish(snapshot)
-        request.pending_snapshots = []
-        if is_decode and request.num_computed_tokens % CHUNK_GRID == 0:
-            self._snapshot_decode(request)
-
-    def _snapshot_decode(self, request: Request) -> None:
-        if request.decode_snapshot is not None and not request.decode_snapshot.is_shared:
-            self._cache.discard(request.decode_snapshot)
-        snapshot: Snapshot | None = self._cache.reserve(request.block_hashes[: request.num_published_blocks])
-        if snapshot is not None and snapshot.slot is not None and request.state_slot is not None:
-            self._cache.transfers.append(CopySlot(request.state_slot, snapshot.slot))
-            self._cache.publish(snapshot)
-        request.decode_snapshot = snapshot
-
-    def _extend_hashes(self, request: Request) -> None:
-        if self._cache.is_enabled:
-            extend_hashes(request.block_hashes, request.token_ids, CHUNK_GRID, request.salt)
-
-    def _reads_cache(self, request: Request) -> bool:
-        # Logprobs of the prompt need its logits, so all of it is computed.
-        return self._cache.is_enabled and (
-            request.params.prompt_logprobs is None or len(request.prompt_logprobs) == request.num_prompt_tokens
         )
 
     def _append(self, request: Request, result: RequestResult) -> None:
@@ -481,47 +363,17 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
-        if self._is_worth_saving(request):
-            request.saved = self._save(request)
+        if self._memory.is_worth_saving(request):
+            request.saved = self._memory.save(request)
             self.num_saved_preemptions += request.saved is not None
         self._return_to_queue(request)
-
-    def _is_worth_saving(self, request: Request) -> bool:
-        if not request.has_state or request.saved is not None:
-            return False
-        num_bytes = self._num_saved_bytes(request)
-        return num_bytes <= self._limits.save_bytes_per_token * request.num_computed_tokens
-
-    def _num_saved_bytes(self, request: Request) -> int:
-        return self._cache.num_bytes_of(request.num_computed_tokens)
-
-    def _save(self, request: Request) -> SavedState | None:
-        """Lists the move of a running request's memory to host memory; None if there is no room."""
-        num_tokens, num_bytes = request.num_computed_tokens, self._num_saved_bytes(request)
-        if request.state_slot is None or not self._cache.make_host_room(num_bytes):
-            return None
-        host_id = self._cache.host.take(num_bytes)
-        blocks = tuple(request.block_ids[: self._blocks.num_blocks_for(num_tokens)])
-        self._cache.transfers += [SaveSlot(request.state_slot, host_id), SaveBlocks(blocks, num_tokens, host_id)]
-        return SavedState(host_id, num_tokens, num_bytes)
 
     def _return_to_queue(self, request: Request) -> None:
         """Back to waiting, to start over (unless something is saved)."""
         self._running.remove(request)
-        self._release(request)
+        self._memory.release(request)
         request.status = RequestStatus.WAITING
         if request.saved is None:
             request.num_computed_tokens = 0
             request.num_prefill_tokens = len(request.token_ids)
         self._waiting.appendleft(request)
-
-    def _release(self, request: Request) -> None:
-        for snapshot in request.pending_snapshots:
-            self._cache.discard(snapshot)
-        request.pending_snapshots = []
-        self._blocks.free(request.key)
-        self._slots.free(request.key)
-        request.block_ids = []
-        request.state_slot = None
-        request.has_state = False
-        request.has_device_token = False
