@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,12 +20,13 @@ import torch
 import triton.language as tl
 from tests.kernels.conftest import SMALL
 from tests.kernels.fake_cuda import FakeCuda
+from triton.compiler import ASTSource
 
 import deltafold
 from deltafold import Engine, KernelPackError, OptionError
 from deltafold.checkpoint.config import parse_config
 from deltafold.cli import main
-from deltafold.kernels import load
+from deltafold.kernels import build, load
 from deltafold.kernels.build import PackSummary
 from deltafold.kernels.load import KernelUse, use_pack
 from deltafold.kernels.pack import read_pack
@@ -347,3 +349,33 @@ def test_an_edited_pin_table_is_named_and_refused(
             use_pack(built.path, parse_config(SMALL), DTYPES, CUDA)
     finally:
         moe.grouped_plans.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["hash", "make_ir"])
+def test_no_two_threads_parse_kernels_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython 3.11.7 ends such a build in a SystemError, now and then."""
+    first_is_in, second_is_in = threading.Event(), threading.Event()
+    inside: list[int] = []  # how many threads were in, each time one came in
+    num = 0
+
+    def watched(*_: object) -> str:
+        nonlocal num
+        num += 1
+        inside.append(num)
+        if len(inside) == 1:
+            first_is_in.set()
+            second_is_in.wait(0.5)  # in vain, unless the second gets in meanwhile
+        else:
+            second_is_in.set()
+        num -= 1
+        return ""
+
+    monkeypatch.setattr(ASTSource, name, watched)
+    kernel = next(iter(all_kernels().values()))
+    threads = [threading.Thread(target=getattr(build.OneParseAtATime(kernel, {}), name)) for _ in range(2)]
+    threads[0].start()
+    first_is_in.wait()
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert inside == [1, 1]

@@ -6,12 +6,13 @@ import hashlib
 import os
 import platform
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -139,12 +140,27 @@ def _compiled(recorded: Sequence[Recorded], target: Target) -> Iterator[tuple[Pa
     gpu = GPUTarget("cuda", target.capability, 32)
 
     def compile_one(one: Recorded) -> tuple[PackedLaunch, bytes]:
-        source = ASTSource(one.kernel, one.signature, one.constants, one.attributes)
+        source = OneParseAtATime(one.kernel, one.signature, one.constants, one.attributes)
         return _packed(one, triton.compile(source, target=gpu, options=one.options.__dict__), target)
 
     # The passes and ptxas let go of the interpreter, so threads are enough.
     with _without_line_info(), ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         yield from pool.map(compile_one, recorded)
+
+
+class OneParseAtATime(ASTSource):  # type: ignore[misc]
+    """A kernel's source, parsed by one thread at a time: some releases of CPython 3.11 and 3.12 count the depth of a
+    syntax tree in the making once a process (gh-106905), and two threads that parse end in a SystemError."""
+
+    _lock: ClassVar[threading.RLock] = threading.RLock()
+
+    def hash(self) -> str:
+        with self._lock:
+            return str(super().hash())
+
+    def make_ir(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return super().make_ir(*args, **kwargs)
 
 
 @contextmanager
