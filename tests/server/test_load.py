@@ -15,9 +15,11 @@ from benchmarks.sse_client import Target
 from tests.server.conftest import API_KEY
 from tests.server.driving import CHAT, COMPLETIONS, Connection, user
 
+from deltafold import SamplingParams
 from deltafold.server.app import create_app
 
 NUM_STREAMS = 64
+NUM_ROUNDS = 6
 
 
 def test_64_streams_some_of_them_cut(server):
@@ -30,9 +32,19 @@ def test_64_streams_some_of_them_cut(server):
     assert report.most_running > NUM_STREAMS / 2
 
 
+class CutAtFirstToken(Connection):
+    """A client that goes away as soon as it has got something."""
+
+    async def _send(self, message):
+        await super()._send(message)
+        if message.get("body"):
+            self.disconnect()
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_calls_leave_no_object_behind(path, engine):
-    """Whole, cut and refused calls, again and again: after each round as many objects live as after the one before."""
+    """Whole, cut and refused calls, again and again: of no type are there more by one a round. The engine's thread may
+    hold an object or two at the moment of counting; what calls leave behind comes with every round."""
     app = create_app(engine)
     prompt = {"messages": user("hi")} if path == CHAT else {"prompt": "hi"}
     prompt["temperature"] = 0  # the same tokens each round: texts of tokens are kept
@@ -45,23 +57,19 @@ def test_calls_leave_no_object_behind(path, engine):
 
     async def round_of_calls() -> None:
         connections = [Connection(app, path, body) for body in bodies]
-        cut = Connection(app, path, {**prompt, "max_tokens": 500, "stream": True, "ignore_eos": True})
-        while not cut.body.count(b"data: "):
-            await asyncio.sleep(0)
-        cut.disconnect()
+        cut = CutAtFirstToken(app, path, {**prompt, "max_tokens": 500, "stream": True, "ignore_eos": True})
         for connection in [*connections, cut]:
             await connection.finish()
-        while engine.stats().num_running:
-            await asyncio.sleep(0)
+        await engine.acomplete([[1]], SamplingParams(max_tokens=1))  # behind it the cut one is freed
 
     async def run() -> None:
         before, after = Counter(), Counter()  # objects too
         for count in (before, after):
-            for _ in range(3):  # the first ones fill caches
+            for _ in range(NUM_ROUNDS):  # the first ones fill caches
                 await round_of_calls()
             count.update(await settled_objects())
         assert before["_asyncio.Task"]  # they are seen at all
-        assert after - before == Counter()
+        assert {name: num for name, num in (after - before).items() if num >= NUM_ROUNDS} == {}
 
     asyncio.run(run())
 
