@@ -109,37 +109,33 @@ class _Cases:
 
     def step(self, ops: Ops) -> Sequence[Tensor]:
         """Outputs, state and taps of a few decode steps."""
-        state, taps = self._states(), self._taps()
-        outputs = [
-            ops.delta_step(
-                self._qkv[t : t + 1], self._conv, taps, self._gate[t : t + 1], self._beta[t : t + 1], self._A_log,
-                self._dt_bias, self._out_gate[t : t + 1], self._norm, 1e-5, self._activation, state,
-                self._slots,
-                self._has_state(True),
+        return self._steps(
+            lambda t, state, taps: ops.delta_step(
+                self._qkv[t], self._conv, taps, self._gate[t], self._beta[t], self._A_log, self._dt_bias,
+                self._out_gate[t], self._norm, 1e-5, self._activation, state, self._slots, self._has_state(True),
             )
-            for t in range(4)
-        ]  # fmt: skip
-        return torch.cat(outputs), state[1], taps[1]
+        )  # fmt: skip
 
     def low_rank_step(self, ops: Ops) -> Sequence[Tensor]:
         """The same with gates of low rank, whose upper halves are the gates drawn above."""
-        state, taps = self._states(), self._taps()
         gate_up, out_up = (x[:RANK].view(-1, RANK) * RANK**-0.5 for x in (self._gate, self._out_gate))
-        outputs = [
-            ops.low_rank_delta_step(
-                self._qkv[t : t + 1], self._conv, taps, self._qkv[t : t + 1, :RANK], gate_up,
-                self._beta[t : t + 1], self._A_log, self._dt_bias, self._qkv[t : t + 1, -RANK:], out_up,
-                self._norm, 1e-5, self._activation, state, self._slots, self._has_state(True),
+        return self._steps(
+            lambda t, state, taps: ops.low_rank_delta_step(
+                self._qkv[t], self._conv, taps, self._qkv[t][:, :RANK], gate_up, self._beta[t], self._A_log,
+                self._dt_bias, self._qkv[t][:, -RANK:], out_up, self._norm, 1e-5, self._activation, state, self._slots,
+                self._has_state(True),
             )
-            for t in range(4)
-        ]  # fmt: skip
+        )  # fmt: skip
+
+    def _steps(self, step: Callable[[slice, Tensor, Tensor], Tensor]) -> Sequence[Tensor]:
+        """Of one token after another, each given as its row: outputs, state and taps."""
+        state = self._states()
+        taps = self._qkv[:4, :, None].expand(4, -1, self._conv.shape[1] - 1).contiguous()
+        outputs = [step(slice(t, t + 1), state, taps) for t in range(4)]
         return torch.cat(outputs), state[1], taps[1]
 
     def _states(self) -> Tensor:
         return torch.full((4, *self._shape), 0.01, dtype=torch.float32, device=self._device)
-
-    def _taps(self) -> Tensor:
-        return self._qkv[:4, :, None].expand(4, -1, self._conv.shape[1] - 1).contiguous()
 
     def _has_state(self, value: bool) -> Tensor:
         return torch.tensor([value], device=self._device)

@@ -251,7 +251,8 @@ def low_rank_delta_step(
 ) -> Tensor:
     """See `Ops.low_rank_delta_step`; writes `conv_state` and `recurrent_state`."""
     HV, K, V = recurrent_state.shape[1:]
-    if qkv.shape[0] <= step_tiles(qkv).max_step_requests:
+    is_fused = _is_fused(qkv)
+    if is_fused:
         raw_gate, out_gate = _both_gates(gate_low, gate_up, out_low, out_up)
     else:
         raw_gate, out_gate = linear(gate_low, gate_up, qkv.dtype), linear(out_low, out_up, qkv.dtype)
@@ -260,7 +261,7 @@ def low_rank_delta_step(
             qkv, conv_weight, conv_state, raw_gate.view(-1, HV, K), beta_logits, A_log, dt_bias,
             out_gate.view(-1, HV, V), norm_weight, eps, activation, recurrent_state, state_slots, has_initial_state,
         ),
-        is_ahead=True,
+        is_ahead=is_fused,
     )  # fmt: skip
 
 
@@ -319,7 +320,7 @@ def _both_gates(f_low: Tensor, f_up: Tensor, g_low: Tensor, g_up: Tensor) -> tup
     f_out, g_out = (torch.empty(N, C, dtype=f_low.dtype, device=f_low.device) for C in (F, G))
     if N == 0:
         return f_out, g_out
-    f_low, g_low = (x if x.stride(1) == 1 else x.contiguous() for x in (f_low, g_low))
+    f_low, g_low = dense_rows(f_low), dense_rows(g_low)
     both_gates_kernel[(triton.cdiv(F, GATE_COLS) + triton.cdiv(G, GATE_COLS), triton.cdiv(N, GATE_TOKENS))](
         f_low, f_up.contiguous(), f_out, g_low, g_up.contiguous(), g_out, f_low.stride(0), g_low.stride(0), N, F, G,
         RF=RF, RG=RG, BN=GATE_TOKENS, BC=GATE_COLS, BF=_gate_width(RF), BG=_gate_width(RG),
@@ -352,10 +353,15 @@ class _Step(NamedTuple):
     has_initial_state: Tensor
 
 
+def _is_fused(qkv: Tensor) -> bool:
+    """Whether so few requests take their step in one kernel."""
+    return qkv.shape[0] <= step_tiles(qkv).max_step_requests
+
+
 def _run(step: _Step, *, is_ahead: bool) -> Tensor:
     """In one kernel for few requests, in four for many; `is_ahead` if the launch before it wrote the gates and nothing
     else, as AHEAD says."""
-    if step.qkv.shape[0] <= step_tiles(step.qkv).max_step_requests:
+    if _is_fused(step.qkv):
         return _fused_step(step, is_ahead=is_ahead)
     return _unfused_step(step)
 

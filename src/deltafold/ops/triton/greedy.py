@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltafold.ops.triton.launch import overlap, wait_for_predecessor
+from deltafold.ops.triton.ragged import dense_rows
 
 PART = 4096
 """Logits a program: 40 programs for a row of 163,840."""
@@ -65,7 +66,7 @@ def greedy(logits: Tensor) -> Tensor:
     out = torch.empty(2, N, dtype=torch.int64, device=logits.device)
     if N == 0:
         return out
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    logits = dense_rows(logits)
     part = max(PART, triton.next_power_of_2(triton.cdiv(vocab, MAX_PARTS)))
     num_parts = triton.cdiv(vocab, part)
     best = torch.empty(N, num_parts, dtype=torch.float32, device=logits.device)

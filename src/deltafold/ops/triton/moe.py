@@ -18,6 +18,7 @@ from torch import Tensor
 from deltafold.ops import Scoring
 from deltafold.ops.triton.launch import arch_of, load_tile, overlap, product, tile_source, wait_for_predecessor
 from deltafold.ops.triton.pinning import chosen, pinned, room_of
+from deltafold.ops.triton.ragged import dense_rows
 from deltafold.ops.triton.router import MAX_GROUPED_CHOICES, MAX_GROUPED_TOKENS, Routing, choose, choose_and_group
 
 MAX_GEMV_TOKENS = 4
@@ -393,8 +394,7 @@ def grouped_experts(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Te
     """See `Ops.grouped_experts`."""
     if x.shape[0] == 0 or ids.shape[1] == 0:
         return torch.zeros_like(x)
-    x = x if x.stride(1) == 1 else x.contiguous()
-    w13, w2, weights, ids = w13.contiguous(), w2.contiguous(), weights.contiguous(), ids.contiguous()
+    x, w13, w2, weights, ids = dense_rows(x), w13.contiguous(), w2.contiguous(), weights.contiguous(), ids.contiguous()
     run = _matrix_vector if x.shape[0] <= MAX_GEMV_TOKENS else _grouped
     return run(x, w13, w2, weights, ids)
 
@@ -422,7 +422,7 @@ def routed_experts(
     if MAX_GEMV_TOKENS < T <= min(MAX_GROUPED_TOKENS, plan.up.BM) and 0 < J <= MAX_GROUPED_CHOICES:
         groups = Groups.allocate(ids, w13.shape[0], plan.up.BM)
         choose_and_group(logits, bias, routing, weights, ids, groups.pairs, groups.tile_expert)
-        return _through_groups(x, w13, w2, weights, ids, groups, plan)
+        return _through_groups(dense_rows(x), w13.contiguous(), w2.contiguous(), weights, ids, groups, plan)
     choose(logits, bias, routing, weights, ids)
     return grouped_experts(x, w13, w2, weights, ids)
 
@@ -468,7 +468,6 @@ def _grouped_plan(x: Tensor, ids: Tensor, num_experts: int) -> GroupedPlan:
 def _through_groups(
     x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, groups: Groups, plan: GroupedPlan
 ) -> Tensor:
-    x, w13, w2 = x if x.stride(1) == 1 else x.contiguous(), w13.contiguous(), w2.contiguous()
     hidden = grouped_up(x, w13, ids.shape[1], groups, plan.up)
     rows = grouped_down(hidden, w2, weights, groups, torch.float32 if plan.is_small else x.dtype, plan.down)
     return sum_choices(rows, ids, x.dtype)

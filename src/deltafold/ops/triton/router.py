@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deltafold.ops import Scoring
 from deltafold.ops.triton.launch import overlap, wait_for_predecessor
+from deltafold.ops.triton.ragged import dense_rows
 
 ROUTE_EPS = tl.constexpr(1e-20)
 
@@ -266,7 +267,7 @@ def choose(logits: Tensor, bias: Tensor | None, routing: Routing, weights: Tenso
     """
     if logits.shape[0] == 0:
         return
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    logits = dense_rows(logits)
     route_kernel[(logits.shape[0],)](
         logits, logits if bias is None else bias, weights, ids, logits.stride(0), routing.scale,
         *_numbers(logits, routing, weights), num_warps=1, **_flags(logits, bias, routing, weights), **overlap(logits),
@@ -289,7 +290,7 @@ def choose_and_group(
     """
     T, E = logits.shape
     max_tiles, num_shared = tile_expert.shape[0], weights.shape[1] - routing.top_k
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    logits = dense_rows(logits)
     route_and_group_kernel[(1,)](
         logits, logits if bias is None else bias, weights, ids, pairs, tile_expert, T, max_tiles, logits.stride(0),
         routing.scale, *_numbers(logits, routing, weights), BM=pairs.shape[0] // max_tiles,
