@@ -126,7 +126,8 @@ def test_29_nothing_compiles_and_little_is_allocated_after_start(monkeypatch: py
         for length in (2, 3, 31, 66, 100, 129, 1000, 3001):
             answers(engine, [random_prompt(length, length)] * 2, SamplingParams(max_tokens=3, temperature=0.5, seed=1))
         assert compiled == []
-        assert torch.cuda.memory_reserved() - before < 64 * 2**20
+        # What the plan set aside for a step of 8,192 tokens is what these steps may take.
+        assert torch.cuda.memory_reserved() - before <= engine.describe()["memory"]["device"]["activations"]
 
 
 def test_the_compile_hook_of_the_test_above_does_see_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,10 @@ ODD_SIZES = (1, 2, 3, 4, 5, 7, 15, 17, 33, 65, 100, 130)
 """Token counts beside the powers of two: kernels are specialised on whether sizes are 1 or divisible by 16, and choose
 other tiles for a few tokens."""
 
+DECODES_BEFORE = (1, 2, 4)
+"""Decodes in front of a prefill, whose rows then start that many rows into a tensor: kernels are specialised on whether
+an address is divisible by 16, and rows of two-byte numbers from the 8th on are as the first."""
+
 
 def warm_up(
     model: CausalLM,
@@ -76,19 +80,21 @@ def warm_up_batches(
     sizes = {min(size, max_tokens) for size in ODD_SIZES}
     sizes |= {2**i for i in range(max_tokens.bit_length())} | {max_tokens}
     for size in sorted(sizes):
-        yield _batch([size], 0, device)
-        yield _batch([size], 0, device, num_before=BLOCK_SIZE)
+        yield step_of([size], 0, device)
+        yield step_of([size], 0, device, num_before=BLOCK_SIZE)
     with_room = min(max_tokens, 2 * BLOCK_SIZE)
-    yield _batch([with_room, 1], 0, device)
-    yield _batch([1, 1, with_room], 2, device)
+    yield step_of([with_room, 1], 0, device)
+    for num_decodes in DECODES_BEFORE:
+        for size in (1, 2, 3, 4, with_room):
+            yield step_of([1] * num_decodes + [size], num_decodes, device)
     if with_room > BLOCK_SIZE:
-        yield _batch([with_room], 0, device, snapshot_at=BLOCK_SIZE)
+        yield step_of([with_room], 0, device, snapshot_at=BLOCK_SIZE)
     # The widest table, which decides how much of a long context is expanded at once.
-    yield _batch([max_tokens], 0, device, num_columns=-(-max_model_len // BLOCK_SIZE))
-    yield _batch([1] * max_num_seqs, max_num_seqs, device)
+    yield step_of([max_tokens], 0, device, num_columns=-(-max_model_len // BLOCK_SIZE))
+    yield step_of([1] * max_num_seqs, max_num_seqs, device)
 
 
-def _batch(
+def step_of(
     lengths: Sequence[int],
     num_decodes: int,
     device: torch.device,

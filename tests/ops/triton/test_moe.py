@@ -168,56 +168,30 @@ ROUTINGS = {
 }
 
 
-def routed(T, name, num_shared, device, change=None):
-    """What `choose` and `choose_and_group` make of the same logits: (weights, ids) each, and the second's groups."""
-    E, *options = ROUTINGS[name]
-    routing = router.Routing(*options)
-    gen = generator(T)
-    logits, bias = randn(gen, T, E + 3)[:, :E], randn(gen, E) * 0.1
-    if change is not None:
-        change(logits)
-    logits, bias = logits.to(device), bias.to(device)
-    J = routing.top_k + num_shared
-    found = []
-    for _ in range(2):
-        weights = torch.full((T, J), torch.nan, device=device)
-        found.append((weights, torch.full((T, J), -7, dtype=torch.int32, device=device)))
-    groups = moe.Groups.allocate(found[0][1], E + num_shared, 16)
-    router.choose(logits, bias, routing, *found[0])
-    router.choose_and_group(logits, bias, routing, *found[1], groups.pairs, groups.tile_expert)
-    return found, groups, E + num_shared
-
-
 @on_triton
-@pytest.mark.parametrize("num_shared", [0, 1, 2])
-@pytest.mark.parametrize("name", ROUTINGS)
-@pytest.mark.parametrize("T", [1, 5, 8, 16])
-def test_routing_and_sorting_in_one_launch_equals_the_two(T, name, num_shared, device, poisoned_memory):
-    (apart, together), groups, num_experts = routed(T, name, num_shared, device)
-    assert torch.equal(together[0], apart[0])
-    assert torch.equal(together[1], apart[1])
-    expected = moe.group_pairs(apart[1], num_experts, 16, is_small=True)
-    assert torch.equal(groups.tile_expert, expected.tile_expert)
-    is_needed = expected.tile_expert >= 0
-    assert torch.equal(groups.pairs.view(-1, 16)[is_needed], expected.pairs.view(-1, 16)[is_needed])
-
-
-@on_triton
+@pytest.mark.parametrize("num_shared", [0, 1])
 @pytest.mark.parametrize("name", ROUTINGS)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_token_chooses_every_expert_once_whatever_its_logits(name, value, device, poisoned_memory):
-    """A tile has room for one pair a token: an expert chosen twice would write into the tile behind it."""
+def test_a_token_chooses_every_expert_once_whatever_its_logits(name, value, num_shared, device, poisoned_memory):
+    """An expert chosen twice would be weighed twice and leave another one out."""
+    E, *options = ROUTINGS[name]
+    routing = router.Routing(*options)
 
-    def spoil(logits):
-        logits[1], logits[3, ::2] = value, value
+    def choices(logits, bias):
+        J = routing.top_k + num_shared
+        weights = torch.full((len(logits), J), torch.nan, device=device)
+        ids = torch.full((len(logits), J), -7, dtype=torch.int32, device=device)
+        router.choose(logits.to(device), bias.to(device), routing, weights, ids)
+        return weights, ids
 
-    (_, (weights, ids)), groups, num_experts = routed(7, name, 1, device, spoil)
-    assert all(len(set(row)) == len(row) and min(row) >= 0 and max(row) < num_experts for row in ids.tolist())
-    pairs = groups.pairs.view(-1, 16)[groups.tile_expert >= 0]
-    assert sorted(pairs[pairs >= 0].tolist()) == list(range(ids.numel()))
+    gen = generator(7)
+    logits, bias = randn(gen, 7, E + 3)[:, :E], randn(gen, E) * 0.1
+    clean = choices(logits, bias)
+    logits[1], logits[3, ::2] = value, value
+    weights, ids = choices(logits, bias)
+    assert all(len(set(row)) == len(row) and min(row) >= 0 and max(row) < E + num_shared for row in ids.tolist())
     if value != value:
         assert weights[[1, 3], 0].isnan().all()
-    clean = routed(7, name, 1, device)[0][1]
     rest = [0, 2, 4, 5, 6]
     assert torch.equal(ids[rest], clean[1][rest])
     assert torch.equal(weights[rest], clean[0][rest])

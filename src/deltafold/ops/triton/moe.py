@@ -19,7 +19,7 @@ from deltafold.ops import Scoring
 from deltafold.ops.triton.launch import arch_of, load_tile, overlap, product, tile_source, wait_for_predecessor
 from deltafold.ops.triton.pinning import chosen, pinned, room_of
 from deltafold.ops.triton.ragged import dense_rows
-from deltafold.ops.triton.router import MAX_GROUPED_CHOICES, MAX_GROUPED_TOKENS, Routing, choose, choose_and_group
+from deltafold.ops.triton.router import Routing, choose
 
 MAX_GEMV_TOKENS = 4
 """Up to this many tokens every pair reads its expert's weights alone; repeats of an expert come from the L2 cache."""
@@ -418,11 +418,6 @@ def routed_experts(
     weights = torch.empty(T, J, dtype=torch.float32, device=x.device)
     ids = torch.empty(T, J, dtype=torch.int32, device=x.device)
     routing = Routing(top_k, scoring, num_groups, top_k_groups, best_per_group, renormalize, scale)
-    plan = _grouped_plan(x, ids, w13.shape[0])
-    if MAX_GEMV_TOKENS < T <= min(MAX_GROUPED_TOKENS, plan.up.BM) and 0 < J <= MAX_GROUPED_CHOICES:
-        groups = Groups.allocate(ids, w13.shape[0], plan.up.BM)
-        choose_and_group(logits, bias, routing, weights, ids, groups.pairs, groups.tile_expert)
-        return _through_groups(dense_rows(x), w13.contiguous(), w2.contiguous(), weights, ids, groups, plan)
     choose(logits, bias, routing, weights, ids)
     return grouped_experts(x, w13, w2, weights, ids)
 
@@ -455,19 +450,10 @@ def gemv_down(hidden: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, dtype: t
 
 
 def _grouped(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    plan = _grouped_plan(x, ids, w13.shape[0])
-    groups = group_pairs(ids, w13.shape[0], plan.up.BM, is_small=plan.is_small)
-    return _through_groups(x, w13, w2, weights, ids, groups, plan)
-
-
-def _grouped_plan(x: Tensor, ids: Tensor, num_experts: int) -> GroupedPlan:
+    E = w13.shape[0]
     plans = grouped_plans(arch_of(x), room_of(x))
-    return next(plan for plan in plans if ids.numel() <= plan.max_mean_pairs * num_experts)
-
-
-def _through_groups(
-    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, groups: Groups, plan: GroupedPlan
-) -> Tensor:
+    plan = next(plan for plan in plans if ids.numel() <= plan.max_mean_pairs * E)
+    groups = group_pairs(ids, E, plan.up.BM, is_small=plan.is_small)
     hidden = grouped_up(x, w13, ids.shape[1], groups, plan.up)
     rows = grouped_down(hidden, w2, weights, groups, torch.float32 if plan.is_small else x.dtype, plan.down)
     return sum_choices(rows, ids, x.dtype)
