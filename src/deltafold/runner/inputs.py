@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -21,29 +22,26 @@ def build_batch(output: SchedulerOutput, device: torch.device) -> ForwardBatch:
     num_decodes = sum(item.is_decode for item in items)
     starts = [0, *accumulate(item.num_scheduled_tokens for item in items)]
     token_ids: list[int] = []
-    positions: list[int] = []
-    slot_mapping: list[int] = []
     for item in items:
-        span = range(item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens)
-        blocks = item.request.block_ids
-        token_ids += item.request.token_ids[span.start : span.stop]
-        positions += span
-        slot_mapping += [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in span]
+        token_ids += item.request.token_ids[item.num_computed_tokens : _context(item)]
+    table = _block_table(items)
+    positions, slot_mapping = _places(items, starts, table)
     logits_indices = [
         row for stop, item in zip(starts[1:], items, strict=True) for row in range(stop - logits_rows(item), stop)
     ]
 
-    def integers(values: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    def integers(values: Sequence[int] | torch.Tensor, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return staged(values, dtype, device)
 
     return ForwardBatch(
-        token_ids=integers(token_ids, torch.int64),
+        # An array is read at once; of a list, `torch.tensor` asks every number what it is.
+        token_ids=integers(torch.frombuffer(array("q", token_ids), dtype=torch.int64), torch.int64),
         positions=integers(positions, torch.int64),
         query_start_loc=integers(starts),
         prefill_start_loc=integers([start - num_decodes for start in starts[num_decodes:]]),
-        seq_lens=integers([item.num_computed_tokens + item.num_scheduled_tokens for item in items]),
+        seq_lens=integers([_context(item) for item in items]),
         slot_mapping=integers(slot_mapping, torch.int64),
-        block_table=_block_table(items, device),
+        block_table=integers(table),
         state_slots=integers([state_slot(item) for item in items]),
         has_initial_state=integers([item.has_initial_state for item in items], torch.bool),
         logits_indices=integers(logits_indices, torch.int64),
@@ -103,14 +101,31 @@ def state_slot(item: ScheduledRequest) -> int:
     return item.request.state_slot
 
 
-def _block_table(items: Sequence[ScheduledRequest], device: torch.device) -> torch.Tensor:
-    # As wide as this step's longest context, not as max_model_len.
+def _places(
+    items: Sequence[ScheduledRequest], starts: Sequence[int], table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Position and cache row of every token, both [T] int64. Not token by token: of a long prompt that takes longer
+    than the first layers."""
+    counts = torch.tensor([item.num_scheduled_tokens for item in items])
+    row = torch.repeat_interleave(counts, output_size=starts[-1])
+    offsets = torch.tensor([item.num_computed_tokens - start for item, start in zip(items, starts, strict=False)])
+    positions = torch.arange(starts[-1]) + offsets[row]
+    return positions, table[row, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
+def _block_table(items: Sequence[ScheduledRequest]) -> torch.Tensor:
+    """[N, B] int64. As wide as this step's longest context, not as max_model_len."""
     widths = [_num_blocks(item) for item in items]
     width = max(widths)
     rows = [item.request.block_ids[:used] + [0] * (width - used) for item, used in zip(items, widths, strict=True)]
-    return staged(rows, torch.int32, device)
+    return torch.tensor(rows)
+
+
+def _context(item: ScheduledRequest) -> int:
+    """Tokens of the request that are computed after this step."""
+    return item.num_computed_tokens + item.num_scheduled_tokens
 
 
 def _num_blocks(item: ScheduledRequest) -> int:
     """Blocks that the request's context fills after this step."""
-    return -(-(item.num_computed_tokens + item.num_scheduled_tokens) // BLOCK_SIZE)
+    return -(-_context(item) // BLOCK_SIZE)

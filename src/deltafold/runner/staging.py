@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 
-def staged(values: Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.tensor(values, dtype)` on `device`. To a GPU it goes through pinned memory, in the stream's order: a copy
+def staged(values: Sequence[float] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers on `device`. To a GPU they go through pinned memory, in the stream's order: a copy
     from ordinary memory would hold the host until the device has caught up."""
-    tensor = torch.tensor(values, dtype=dtype)
+    tensor = torch.as_tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
