@@ -41,7 +41,7 @@ def _conv_offsets(o_c, W: tl.constexpr, BW: tl.constexpr, IS_KEY: tl.constexpr):
 
 
 @triton.jit
-def _conv_step(
+def _load_window(
     p_x,
     p_weight,
     p_conv_state,
@@ -53,19 +53,31 @@ def _conv_step(
     BW: tl.constexpr,
     IS_KEY: tl.constexpr,
 ):
-    """The causal conv and SiLU of one new input of channels `i_channel + o_c`, which is shifted into their state."""
+    """The last W inputs of channels `i_channel + o_c`, one of them new, and their weights."""
     o_tile, o_w = _conv_offsets(o_c, W, BW, IS_KEY)
     m_tile = o_tile < width
     o_tile += i_channel
     b_old = tl.load(p_conv_state + o_tile * (W - 1) + o_w, mask=m_tile & (o_w < W - 1) & has_state, other=0.0)
     b_new = tl.load(p_x + o_tile, mask=m_tile & (o_w == W - 1), other=0.0)
-    b_inputs = tl.where(o_w == W - 1, b_new, b_old)
     b_weight = tl.load(p_weight + o_tile * W + o_w, mask=m_tile & (o_w < W), other=0.0).to(tl.float32)
+    return tl.where(o_w == W - 1, b_new, b_old), b_weight
+
+
+@triton.jit
+def _convolve(b_inputs, b_weight, IS_KEY: tl.constexpr):
+    """The causal conv of the newest input, and SiLU."""
     b_y = tl.sum(b_inputs.to(tl.float32) * b_weight, axis=0 if IS_KEY else 1)
-    # Every input but the oldest goes one place down: not before all places were read.
-    tl.debug_barrier()
-    tl.store(p_conv_state + o_tile * (W - 1) + o_w - 1, b_inputs, mask=m_tile & (o_w > 0) & (o_w < W))
     return b_y * tl.sigmoid(b_y)
+
+
+@triton.jit
+def _shift_window(
+    p_conv_state, b_inputs, i_channel, o_c, width, W: tl.constexpr, BW: tl.constexpr, IS_KEY: tl.constexpr
+):
+    """Every input but the oldest goes one place down in the state, after a barrier behind the reads of all places."""
+    o_tile, o_w = _conv_offsets(o_c, W, BW, IS_KEY)
+    m_tile = (o_tile < width) & (o_w > 0) & (o_w < W)
+    tl.store(p_conv_state + (i_channel + o_tile) * (W - 1) + o_w - 1, b_inputs, mask=m_tile)
 
 
 @triton.jit(do_not_specialize_on_alignment=["p_state_slots", "p_has_initial_state"])
@@ -92,7 +104,10 @@ def conv_step_kernel(
     if slot >= 0:
         has_state = tl.load(p_has_initial_state + i_n) != 0
         p_taps = p_conv_state + slot * stride_conv_state
-        b_y = _conv_step(p_x + i_n * stride_x, p_weight, p_taps, 0, o_d, D, has_state, W, BW, True)
+        b_inputs, b_taps = _load_window(p_x + i_n * stride_x, p_weight, p_taps, 0, o_d, D, has_state, W, BW, True)
+        tl.debug_barrier()
+        _shift_window(p_taps, b_inputs, 0, o_d, D, W, BW, True)
+        b_y = _convolve(b_inputs, b_taps, True)
         tl.store(p_out + i_n * D + o_d, b_y.to(p_out.dtype.element_ty), mask=o_d < D)
 
 
@@ -177,28 +192,36 @@ def decode_step_kernel(
         p_taps = p_conv_state + slot * stride_conv_state
         p_tile = p_state + slot * stride_state + i_hk * (GROUP * K * V) + (o_k[:, None] * V + o_v[None, :])
         b_state = tl.load(p_tile, mask=m_kv & has_state, other=0.0)
-        b_q = _conv_step(p_x, p_conv_weight, p_taps, i_hk * K, o_k, K, has_state, W, BW, True)
-        b_k = _conv_step(p_x, p_conv_weight, p_taps, (H + i_hk) * K, o_k, K, has_state, W, BW, True)
-        b_q = normalized(b_q) * scale
-        b_k = normalized(b_k)
+        # All loads stand before the first barrier or store: none of them is moved across one.
+        b_in_q, b_w_q = _load_window(p_x, p_conv_weight, p_taps, i_hk * K, o_k, K, has_state, W, BW, True)
+        b_in_k, b_w_k = _load_window(p_x, p_conv_weight, p_taps, (H + i_hk) * K, o_k, K, has_state, W, BW, True)
         for i_group in tl.static_range(GROUP):
             i_h = i_hk * GROUP + i_group
+            i_v = 2 * H * K + i_h * V
             if i_group > 0:
                 b_state = tl.load(p_tile + i_group * (K * V), mask=m_kv & has_state, other=0.0)
-            b_v = _conv_step(p_x, p_conv_weight, p_taps, 2 * H * K + i_h * V, o_v, V, has_state, W, BW, False)
+            b_in_v, b_w_v = _load_window(p_x, p_conv_weight, p_taps, i_v, o_v, V, has_state, W, BW, False)
             o_gate = i_h * K + o_k if PER_CHANNEL else i_h + o_k * 0
             b_bias = tl.load(p_dt_bias + o_gate, mask=m_k, other=0.0).to(tl.float32)
             rate = tl.exp(tl.load(p_A_log + i_h).to(tl.float32))
             beta = tl.sigmoid(tl.load(p_beta + i_n * stride_beta + i_h).to(tl.float32))
+            tl.debug_barrier()
+            if i_group == 0:
+                _shift_window(p_taps, b_in_q, i_hk * K, o_k, K, W, BW, True)
+                _shift_window(p_taps, b_in_k, (H + i_hk) * K, o_k, K, W, BW, True)
+            _shift_window(p_taps, b_in_v, i_v, o_v, V, W, BW, False)
+            b_q = normalized(_convolve(b_in_q, b_w_q, True)) * scale
+            b_k = normalized(_convolve(b_in_k, b_w_k, True))
+            b_v = _convolve(b_in_v, b_w_v, False)
             if AHEAD and i_group == 0:
                 wait_for_predecessor(PDL)
             b_raw = tl.load(p_gate + i_n * stride_gate + o_gate, mask=m_k, other=0.0).to(tl.float32)
+            p_row = p_out_gate + i_n * stride_out_gate + i_h * V + o_v
+            b_out_gate = tl.load(p_row, mask=m_v, other=0.0).to(tl.float32)
             b_decay = decay(b_raw, b_bias, rate, True)
             b_state, b_out = advance(b_state, b_q, b_k, b_v, b_decay, beta)
             tl.store(p_tile + i_group * (K * V), b_state, mask=m_kv)
             b_out *= tl.rsqrt(tl.sum(b_out * b_out, axis=0) / V + eps) * b_weight
-            p_row = p_out_gate + i_n * stride_out_gate + i_h * V + o_v
-            b_out_gate = tl.load(p_row, mask=m_v, other=0.0).to(tl.float32)
             b_out *= tl.sigmoid(b_out_gate)
             if SILU_GATE:
                 b_out *= b_out_gate
