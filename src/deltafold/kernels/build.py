@@ -20,6 +20,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas_version
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from deltafold.checkpoint.config import ModelConfig
 from deltafold.errors import KernelPackError
@@ -140,7 +141,8 @@ def _compiled(recorded: Sequence[Recorded], target: Target) -> Iterator[tuple[Pa
     gpu = GPUTarget("cuda", target.capability, 32)
 
     def compile_one(one: Recorded) -> tuple[PackedLaunch, bytes]:
-        source = OneParseAtATime(one.kernel, one.signature, one.constants, one.attributes)
+        kind = GluonSource if one.kernel.is_gluon() else TritonSource
+        source = kind(one.kernel, one.signature, one.constants, one.attributes)
         return _packed(one, triton.compile(source, target=gpu, options=one.options.__dict__), target)
 
     # The passes and ptxas let go of the interpreter, so threads are enough.
@@ -161,6 +163,14 @@ class OneParseAtATime(ASTSource):  # type: ignore[misc]
     def make_ir(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
             return super().make_ir(*args, **kwargs)
+
+
+class TritonSource(OneParseAtATime):
+    """A kernel of `triton.jit`."""
+
+
+class GluonSource(OneParseAtATime, GluonASTSource):  # type: ignore[misc]
+    """A kernel of `gluon.jit`, whose layouts are its own."""
 
 
 @contextmanager
@@ -196,6 +206,8 @@ def _packed(one: Recorded, compiled: Any, target: Target) -> tuple[PackedLaunch,
     ]
     cubin = compiled.asm["cubin"]
     known = {k: v for k, v in asdict(packed_without_cubin(one)).items() if k != "tensor_maps"}
+    # Warps that a kernel starts beside the given ones count too.
+    known |= {"num_warps": metadata.num_warps}
     known |= {"symbol": metadata.name, "shared": metadata.shared, "cubin": hashlib.sha256(cubin).hexdigest()}
     return PackedLaunch(**known, tensor_maps=tensor_maps), cubin
 

@@ -1,7 +1,8 @@
 """Prefill attention over the paged latent cache, expanded to keys and values.
 
 For one chunk of the contexts after the other, `expand_kernel` makes keys and values in a workspace of fixed size and
-`prefill_kernel` carries the attention over it. No shape depends on what is in `seq_lens`. Decode is in `attention.py`.
+`prefill_kernel` carries the attention over it, or its form for Hopper in `hopper_attention.py`. No shape depends on
+what is in `seq_lens`. Decode is in `attention.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltafold.ops.triton.hopper_attention import attend_chunk, can_attend
 from deltafold.ops.triton.launch import load_tile, product, tile_source
 from deltafold.ops.triton.pinning import pinned
 from deltafold.ops.triton.ragged import REQUEST_TILE, find_request, first_chunk, num_chunk_slots
@@ -253,6 +255,9 @@ def _attend_chunk(
     (T, H, key_dim), V, N, P = q.shape, out.shape[2], seq_lens.shape[0], pe.shape[1]
     tile = pinned(AttentionTile, "mla_prefill", q)
     nope = key_dim - P
+    if can_attend(q, nope, P, V):
+        attend_chunk(q, kv, pe, query_start_loc, seq_lens, acc, max_sum, out, chunk_start, chunk, scale)
+        return
     BK, BV, BP = tile_width(nope), tile_width(V), tile_width(P)
     sources = [tile_source(kv, tile.BN, BK), tile_source(kv, tile.BN, BV), tile_source(pe, tile.BN, BP)]
     # A descriptor reads whole tiles: their excess columns would be another head's.
