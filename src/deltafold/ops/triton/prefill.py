@@ -1,8 +1,8 @@
 """Prefill attention over the paged latent cache, expanded to keys and values.
 
-For one chunk of the contexts after the other, `expand_kernel` makes keys and values in a workspace of fixed size and
-`prefill_kernel` carries the attention over it, or its form for Hopper in `hopper_attention.py`. No shape depends on
-what is in `seq_lens`. Decode is in `attention.py`.
+For one chunk of the contexts after the other, `expand_kernel` (or for one request the vendor's GEMM) makes keys and
+values in a workspace of fixed size, and `prefill_kernel`, or its form for Hopper in `hopper_attention.py`, carries the
+attention over it. No shape depends on what is in `seq_lens`. Decode is in `attention.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ WORKSPACE_ROWS = 16384
 
 EXPAND_ROWS = 128
 """Chunks are multiples of it. Tiles of the context's rows divide it, so that none is read half written."""
+
+
+GATHER_ROWS = 16
+"""Context rows of a program of `gather_kernel`."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,38 @@ def expand_kernel(
             o_p = tl.arange(0, BP)
             b_pe = tl.load(p_rows + R + o_p[None, :], mask=m_m[:, None] & (o_p < P)[None, :], other=0.0)
             tl.store(p_pe + o_row[:, None] * P + o_p[None, :], b_pe, mask=(o_p < P)[None, :])
+
+
+@triton.jit(do_not_specialize=["p_seq_lens", "p_table", "chunk_start"])
+def gather_kernel(
+    p_cache,  # [num_blocks, block_size, R + P]
+    p_seq_lens,
+    p_table,  # [1, B]
+    p_c,  # [chunk, R], out
+    p_pe,  # [chunk, P], out
+    stride_block,
+    stride_row,
+    block_size,
+    chunk_start,
+    R,
+    P,
+    BM: tl.constexpr,
+    BR: tl.constexpr,
+    BP: tl.constexpr,
+):
+    """Latents and extra keys of one request's chunk as dense rows, zero beyond its context; grid (tiles of chunk,)."""
+    i_m = tl.program_id(0) * BM
+    o_m = i_m + tl.arange(0, BM)
+    m_m = chunk_start + o_m < tl.load(p_seq_lens)
+    o_pos = chunk_start + o_m
+    b_block = tl.load(p_table + o_pos // block_size, mask=m_m, other=0)
+    p_rows = p_cache + (b_block.to(tl.int64) * stride_block + (o_pos % block_size) * stride_row)[:, None]
+    o_r, o_p = tl.arange(0, BR), tl.arange(0, BP)
+    m_r, m_p = (o_r < R)[None, :], (o_p < P)[None, :]
+    b_c = tl.load(p_rows + o_r[None, :], mask=m_m[:, None] & m_r, other=0.0)
+    tl.store(p_c + o_m[:, None] * R + o_r[None, :], b_c, mask=m_r)
+    b_pe = tl.load(p_rows + R + o_p[None, :], mask=m_m[:, None] & m_p, other=0.0)
+    tl.store(p_pe + o_m[:, None] * P + o_p[None, :], b_pe, mask=m_p)
 
 
 @triton.jit
@@ -227,8 +263,17 @@ def _expand(
     chunk_start: int,
     chunk: int,
 ) -> None:
-    width, R = weight.shape
-    N, P, tile = seq_lens.shape[0], pe.shape[1], pinned(ExpandTile, "mla_expand", kv)
+    (width, R), N, P = weight.shape, seq_lens.shape[0], pe.shape[1]
+    if N == 1 and weight.dtype == kv.dtype:
+        # One request fills its chunks, so that the vendor's GEMM multiplies no rows in vain.
+        c = torch.empty(chunk, R, dtype=kv.dtype, device=kv.device)
+        gather_kernel[(chunk // GATHER_ROWS,)](
+            latent_cache, seq_lens, block_table, c, pe, latent_cache.stride(0), latent_cache.stride(1),
+            latent_cache.shape[1], chunk_start, R, P, BM=GATHER_ROWS, BR=tile_width(R), BP=tile_width(P), num_warps=4,
+        )  # fmt: skip
+        torch.mm(c, weight.T, out=kv)
+        return
+    tile = pinned(ExpandTile, "mla_expand", kv)
     source, tma = tile_source(weight, tile.BN, tile.BK)
     expand_kernel[(triton.cdiv(width, tile.BN), chunk // tile.BM, N)](
         latent_cache, source, seq_lens, block_table, kv, pe,
