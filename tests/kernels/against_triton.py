@@ -1,6 +1,7 @@
 """Launches kernels twice, by Triton's launcher in C and by ours, against the same stub of libcuda; 1 if they differ.
 
-`python -m tests.kernels.against_triton PACK KERNEL...` (no kernel: all); the stub is the process' libcuda.so.1.
+`python -m tests.kernels.against_triton PACK KERNEL...` (no kernel: all) runs the steps of the pack's model as on sm_90;
+the stub is the libcuda.so.1 of the process.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.kernels.conftest import SMALL
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -60,7 +60,9 @@ class Comparison:
 
     def __init__(self, pack: Path, only: list[str]) -> None:
         self._pack, self._only = read_pack(pack), only
-        self._launches = {(x.kernel, x.key): x for x in self._pack.manifest.archs["sm_90"].launches}
+        manifest = self._pack.manifest
+        self.shape = ModelShape(manifest.config, torch.bfloat16, torch.float32, **manifest.limits)
+        self._launches = {(x.kernel, x.key): x for x in manifest.archs["sm_90"].launches}
         self._run = JITFunction.run
         self._stub = ctypes.CDLL("libcuda.so.1")
         self._stub.stub_text.restype = ctypes.c_char_p
@@ -116,7 +118,7 @@ def main(pack: str, *only: str) -> int:
     run = JITFunction.run
     kernels_run = comparison.run
     JITFunction.run = lambda kernel, *a, **k: run(kernel, *a, **k) if k["warmup"] else kernels_run(kernel, *a, **k)
-    run_all(ModelShape(SMALL, torch.bfloat16, torch.float32, 2, 64), CPU)
+    run_all(comparison.shape, CPU)
     print(dict(comparison.counts))
     print("\n".join(comparison.differences[:5]))
     return int(bool(comparison.differences) or not comparison.counts)

@@ -15,7 +15,9 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.experimental.gluon import nvidia
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import JITFunction, mangle_type
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltafold.ops import triton as ops
@@ -58,7 +60,8 @@ class Launch:
             is_aligned = isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
             if is_aligned and not parameter.do_not_specialize:
                 attributes[(i,)] = [["tt.divisibility", 16]]
-        return ASTSource(self.kernel, signature, constexprs=constants, attrs=attributes)
+        kind = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        return kind(self.kernel, signature, constexprs=constants, attrs=attributes)
 
 
 def type_of(value: object) -> str:
@@ -67,10 +70,12 @@ def type_of(value: object) -> str:
         return f"*{TYPES[value.dtype]}"
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
+    if isinstance(value, nvidia.hopper.TensorDescriptor):
+        return str(mangle_type(value))
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def record(call: Callable[[], object], shared_memory: int) -> list[Launch]:
+def record(call: Callable[[], object], shared_memory: int, capability: int = 90) -> list[Launch]:
     """The launches of a call, none of which runs; as on a GPU that overlaps launches."""
     launches = []
 
@@ -79,11 +84,8 @@ def record(call: Callable[[], object], shared_memory: int) -> list[Launch]:
         options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         launches.append(Launch(kernel, arguments | kwargs, options))
 
-    with (
-        patch.object(JITFunction, "run", run),
-        patch.object(launch, "has_overlap", lambda tensor: True),
-        patch.object(launch, "shared_memory", lambda tensor: shared_memory),
-    ):
+    facts = launch.DeviceFacts(f"sm_{capability}", 132, shared_memory, has_overlap=True)
+    with patch.object(JITFunction, "run", run), patch.object(launch, "device_facts", lambda device: facts):
         call()
     return launches
 
@@ -167,7 +169,7 @@ def attention_calls() -> Iterator[Callable[[], object]]:
 
 
 def main(capability: int, shared_memory: int) -> None:
-    launches = {launch.key: launch for call in calls() for launch in record(call, shared_memory)}
+    launches = {launch.key: launch for call in calls() for launch in record(call, shared_memory, capability)}
     for launched in launches.values():
         target = GPUTarget("cuda", capability, 32)
         compiled = triton.compile(launched.source(), target=target, options=launched.options)

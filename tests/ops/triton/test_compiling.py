@@ -23,6 +23,9 @@ def rows_of(module: str, *arguments: str, cache: str) -> list[dict[str, object]]
 def test_kernels_compile_and_fit(capability, shared_memory, tmp_path):
     rows = rows_of("compiling", str(capability), str(shared_memory), cache=str(tmp_path))
     assert len({row["kernel"] for row in rows}) >= 33
+    assert {"hopper_up_kernel", "hopper_down_kernel"} & {row["kernel"] for row in rows} == (
+        {"hopper_up_kernel", "hopper_down_kernel"} if capability == 90 else set()
+    )
     too_large = [row for row in rows if row["shared"] > shared_memory]
     assert not too_large, too_large
 
@@ -33,4 +36,9 @@ def test_no_kernel_is_compiled_for_what_a_count_happens_to_be(tmp_path):
     assert len(rows) >= 30
     assert not [row for row in rows if row["unstable"]]
     variants = {row["kernel"]: row["variants"] for row in rows if row["variants"] > 2}
-    assert variants == {"group_pairs_kernel": 3, "experts_up_kernel": 4, "experts_down_kernel": 4}
+    assert variants == {
+        "group_pairs_kernel": 4,
+        "experts_up_kernel": 3,
+        "experts_down_kernel": 3,
+        "decode_combine_kernel": 3,
+    }

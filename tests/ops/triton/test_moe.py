@@ -34,9 +34,9 @@ def problem(T, E, J, D, width, device, dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("is_small", [True, False])
 @pytest.mark.parametrize(("T", "E", "J", "BM"), [(5, 4, 2, 16), (70, 5, 3, 16), (33, 40, 4, 32), (1, 3, 2, 16)])
 def test_every_pair_is_in_a_tile_of_its_expert(T, E, J, BM, is_small, device, poisoned_memory):
-    ids = problem(T, E, J, 8, 8, device)[4]
+    weights, ids = problem(T, E, J, 8, 8, device)[3:]
     ids[T // 2, J - 1] = -1
-    groups = moe.group_pairs(ids, E, BM, is_small)
+    groups = moe.group_pairs(ids, weights, E, BM, is_small)
     pairs, experts = groups.pairs.cpu().view(-1, BM), groups.tile_expert.cpu()
     flat = ids.cpu().flatten()
     seen: list[int] = []
@@ -52,10 +52,14 @@ def test_every_pair_is_in_a_tile_of_its_expert(T, E, J, BM, is_small, device, po
     needed = [-(-int((flat == e).sum()) // BM) for e in range(E)]
     assert [experts.tolist().count(e) for e in range(E)] == needed
     assert experts.tolist()[sum(needed) :] == [-1] * (len(experts) - sum(needed))
+    if not is_small:
+        rows = ((pairs >= 0) & (experts >= 0)[:, None]).flatten()
+        assert torch.equal(groups.row_weights.cpu()[rows], weights.cpu().flatten()[pairs.flatten()[rows].long()])
+        assert groups.counters.tolist() == [0, 0]
 
 
 def run_plan(x, w13, w2, weights, ids, plan):
-    groups = moe.group_pairs(ids, w13.shape[0], plan.up.BM, plan.is_small)
+    groups = moe.group_pairs(ids, weights, w13.shape[0], plan.up.BM, plan.is_small)
     hidden = moe.grouped_up(x, w13, ids.shape[1], groups, plan.up)
     rows = moe.grouped_down(hidden, w2, weights, groups, torch.float32, plan.down)
     return moe.sum_choices(rows, ids, x.dtype)

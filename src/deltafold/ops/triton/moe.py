@@ -2,7 +2,8 @@
 
 `grouped_experts` picks the path by token count alone, so a captured graph always holds the same kernels. Grouped:
 pairs (token, choice) are sorted by expert into tiles of BM rows (`group_pairs_kernel`), an up GEMM with the gated
-activation fused, a down GEMM that weighs its rows, and a sum over the choices. `routed_experts` puts `route` before it.
+activation fused, a down GEMM that weighs its rows, and a sum over the choices; on Hopper the GEMMs of many pairs are
+those of hopper_experts.py. `routed_experts` puts `route` before it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltafold.ops import Scoring
+from deltafold.ops.triton import hopper_experts
 from deltafold.ops.triton.launch import arch_of, load_tile, overlap, product, tile_source, wait_for_predecessor
 from deltafold.ops.triton.pinning import chosen, pinned, room_of
 from deltafold.ops.triton.ragged import dense_rows
@@ -82,17 +84,30 @@ MIN_HALVED_TILE = 128
 
 @dataclass(frozen=True)
 class Groups:
-    """Pairs (token, choice) sorted by expert into tiles of BM rows."""
+    """Pairs (token, choice) sorted by expert into tiles of BM rows; the tiles that are not needed come last. `counts`
+    lies before `counters`, so that one launch zeroes both."""
 
     pairs: Tensor  # [max_tiles * BM] int32, -1 where a tile is not full
     tile_expert: Tensor  # [max_tiles] int32, -1 for the tiles that are not needed
+    row_weights: Tensor  # [max_tiles * BM] float32, written where there is a pair; [0] for a small sort
+    counts: Tensor  # [BLOCK_E] int32, pairs by expert; [0] for a small sort
+    counters: (
+        Tensor  # [2] int32: zero, until one up and one down GEMM of hopper_experts.py have used them; [0] as above
+    )
 
     @classmethod
-    def allocate(cls, ids: Tensor, num_experts: int, BM: int) -> Groups:
+    def allocate(cls, ids: Tensor, num_experts: int, BM: int, is_small: bool) -> Groups:
         """Room for the pairs of `ids [T, J]`; the number of tiles follows from the shapes alone."""
-        max_tiles = min(ids.numel(), ids.numel() // BM + num_experts)
-        pairs = torch.empty(max_tiles * BM, dtype=torch.int32, device=ids.device)
-        return cls(pairs, torch.empty(max_tiles, dtype=torch.int32, device=ids.device))
+        max_tiles, device = min(ids.numel(), ids.numel() // BM + num_experts), ids.device
+        block_e = triton.next_power_of_2(num_experts)
+        zeros = torch.zeros(0 if is_small else block_e + 2, dtype=torch.int32, device=device)
+        return cls(
+            torch.empty(max_tiles * BM, dtype=torch.int32, device=device),
+            torch.empty(max_tiles, dtype=torch.int32, device=device),
+            torch.empty(0 if is_small else max_tiles * BM, dtype=torch.float32, device=device),
+            zeros[:block_e],
+            zeros[block_e:],
+        )
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -155,14 +170,24 @@ def group_pairs_kernel(
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def place_pairs_kernel(p_ids, p_next_rows, p_pairs, num_pairs, BLOCK_P: tl.constexpr, PDL: tl.constexpr):
-    """Writes every pair to a row of its expert's tiles, in any order: a row's result does not depend on its place.
-    `next_rows [E]` int32 counts up, once an expert and program, because a shared expert has a pair of every token and
+def place_pairs_kernel(
+    p_ids,  # [P] int32, negative: skipped
+    p_weights,  # [P] float32
+    p_next_rows,  # [E] int32, counts up from the row of each expert's first pair
+    p_pairs,  # [max_tiles * BM] int32, out
+    p_row_weights,  # [max_tiles * BM] float32, out
+    num_pairs,
+    BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Writes every pair and its weight to a row of its expert's tiles, in any order: a row's result does not depend on
+    its place. `next_rows` counts up once an expert and program, because a shared expert has a pair of every token and
     additions to one address wait for each other. Grid (tiles of pairs,)."""
     wait_for_predecessor(PDL)
     o_i = tl.arange(0, BLOCK_P)
     o_p = tl.program_id(0) * BLOCK_P + o_i
     b_ids = tl.load(p_ids + o_p, mask=o_p < num_pairs, other=-1)
+    b_weights = tl.load(p_weights + o_p, mask=b_ids >= 0, other=0.0)
     m_same = b_ids[:, None] == b_ids[None, :]
     m_before = m_same & (o_i[:, None] < o_i[None, :])
     # The first pair of an expert in this tile takes rows for all of them, which follow in order.
@@ -170,6 +195,7 @@ def place_pairs_kernel(p_ids, p_next_rows, p_pairs, num_pairs, BLOCK_P: tl.const
     b_taken = tl.atomic_add(p_next_rows + b_ids, tl.sum(m_same.to(tl.int32), axis=1), mask=is_first)
     b_rows = tl.sum(tl.where(m_same & is_first[:, None], b_taken[:, None], 0) + m_before.to(tl.int32), axis=0)
     tl.store(p_pairs + b_rows, o_p, mask=b_ids >= 0)
+    tl.store(p_row_weights + b_rows, b_weights, mask=b_ids >= 0)
 
 
 @triton.jit
@@ -450,13 +476,22 @@ def gemv_down(hidden: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, dtype: t
 
 
 def _grouped(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    E = w13.shape[0]
+    E, J = w13.shape[0], ids.shape[1]
     plans = grouped_plans(arch_of(x), room_of(x))
     plan = next(plan for plan in plans if ids.numel() <= plan.max_mean_pairs * E)
-    groups = group_pairs(ids, E, plan.up.BM, is_small=plan.is_small)
-    hidden = grouped_up(x, w13, ids.shape[1], groups, plan.up)
-    rows = grouped_down(hidden, w2, weights, groups, torch.float32 if plan.is_small else x.dtype, plan.down)
+    groups = group_pairs(ids, weights, E, plan.up.BM, is_small=plan.is_small)
+    if takes_hopper_kernels(x, w13, w2, J, groups, plan):
+        rows = hopper_experts.down(hopper_experts.up(x, w13, J, groups), w2, ids.numel(), groups)
+    else:
+        hidden = grouped_up(x, w13, J, groups, plan.up)
+        rows = grouped_down(hidden, w2, weights, groups, torch.float32 if plan.is_small else x.dtype, plan.down)
     return sum_choices(rows, ids, x.dtype)
+
+
+def takes_hopper_kernels(x: Tensor, w13: Tensor, w2: Tensor, J: int, groups: Groups, plan: GroupedPlan) -> bool:
+    """Whether hopper_experts.py runs a plan's GEMMs: those of its tiles, where it can run at all."""
+    is_tiled_so = not plan.is_small and hopper_experts.BM.value == plan.up.BM
+    return is_tiled_so and hopper_experts.can_run(x, w13, w2, J, groups.tile_expert.shape[0])
 
 
 def grouped_up(x: Tensor, w13: Tensor, J: int, groups: Groups, tile: Tile) -> Tensor:
@@ -501,25 +536,25 @@ def sum_choices(rows: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def group_pairs(ids: Tensor, num_experts: int, BM: int, is_small: bool) -> Groups:
+def group_pairs(ids: Tensor, weights: Tensor, num_experts: int, BM: int, is_small: bool) -> Groups:
     """Pairs sorted by expert in tiles of BM rows."""
-    P, groups = ids.numel(), Groups.allocate(ids, num_experts, BM)
-    pairs, tile_expert = groups.pairs, groups.tile_expert
-    max_tiles = tile_expert.shape[0]
+    P, groups = ids.numel(), Groups.allocate(ids, num_experts, BM, is_small)
+    pairs, tile_expert, counts = groups.pairs, groups.tile_expert, groups.counts
     block_e = triton.next_power_of_2(num_experts)
-    counts = first_rows = tile_expert
-    if not is_small:
-        counts = torch.zeros(block_e, dtype=torch.int32, device=ids.device)
+    first_rows = tile_expert
+    if is_small:
+        counts = tile_expert
+    else:
         first_rows = torch.empty(block_e, dtype=torch.int32, device=ids.device)
         count_pairs_kernel[(triton.cdiv(P, SORT_TILE),)](
             ids, counts, P, BLOCK_P=SORT_TILE, BLOCK_E=block_e, num_warps=4, **overlap(ids)
         )
     group_pairs_kernel[(num_experts,)](
-        ids, counts, pairs, tile_expert, first_rows, P, max_tiles,
+        ids, counts, pairs, tile_expert, first_rows, P, tile_expert.shape[0],
         BM=BM, BLOCK_P=SORT_TILE, BLOCK_E=block_e, COUNTED=not is_small, num_warps=8 if is_small else 4, **overlap(ids),
     )  # fmt: skip
     if not is_small:
         place_pairs_kernel[(triton.cdiv(P, PLACE_TILE),)](
-            ids, first_rows, pairs, P, BLOCK_P=PLACE_TILE, num_warps=4, **overlap(ids)
+            ids, weights, first_rows, pairs, groups.row_weights, P, BLOCK_P=PLACE_TILE, num_warps=4, **overlap(ids)
         )
     return groups
