@@ -1,7 +1,7 @@
 """The gated delta rule in chunks of 64 tokens: three launches, whatever the number of requests.
 
-`intra_chunk_kernel` does what needs no state, for all chunks at once (strong decays in a second launch), and
-`inter_chunk_kernel` carries the state from chunk to chunk and writes the output. With `G_i = g_1 + ... + g_i`:
+`intra_chunk_kernel`, or for ordinary decays hopper_chunked.py, does what needs no state, for all chunks at once; strong
+decays have a launch of their own. `inter_chunk_kernel` carries the state on. With `G_i = g_1 + ... + g_i`:
 `A_ij = q_i . exp(G_i - G_j) k_j` (j <= i), `B_ij = beta_i k_i . exp(G_i - G_j) k_j` (j < i), `X = (I + B)^-1 beta`,
 `n = X v - (X e^G k) S`, `o = (e^G q) S + A n`, `S <- e^G_last S + (e^(G_last - G) k)^T n`. delta_recurrent.py steps.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deltafold.ops import CHUNK_SIZE
 from deltafold.ops.triton.gate import LOG2_E, log2_softplus
+from deltafold.ops.triton.hopper_chunked import NUM_WARPS, REGISTERS, fits_hopper, hopper_intra_chunk_kernel
 from deltafold.ops.triton.launch import INTERPRETED, overlap, wait_for_predecessor
 from deltafold.ops.triton.pinning import pinned
 from deltafold.ops.triton.ragged import REQUEST_TILE, dense_rows, find_request, first_chunk, num_chunk_slots
@@ -487,10 +488,18 @@ def _run(
     strides = (q.stride(0), k.stride(0), v.stride(0), gate.stride(0), beta.stride(0))
     decay = torch.empty(num_chunks * HV * BK, dtype=torch.float32, device=q.device)
     is_strong = torch.empty(num_chunks * HV, dtype=torch.int32, device=q.device)
-    for strong, group in ((False, 1), (True, STRONG_GROUP)):
+    arguments = (
+        q, k, v, gate, beta, A_log, dt_bias, query_start_loc, state_slots,
+        qkw, u, scores, decay, is_strong, *strides, N,
+    )  # fmt: skip
+    is_on_hopper = fits_hopper(q, k, v, gate, gate_params, strides)
+    if is_on_hopper:
+        hopper_intra_chunk_kernel[(HV, num_chunks)](
+            *arguments, K**-0.5, H=H, HV=HV, LIMIT=2 * LIMIT.value, num_warps=NUM_WARPS, maxnreg=REGISTERS, **overlap(q)
+        )
+    for strong, group in ((True, STRONG_GROUP),) if is_on_hopper else ((False, 1), (True, STRONG_GROUP)):
         intra_chunk_kernel[(HV, triton.cdiv(num_chunks, group))](
-            q, k, v, gate, beta, A_log, dt_bias, query_start_loc, state_slots, qkw, u, scores, decay, is_strong,
-            *strides, N, num_chunks, K**-0.5,
+            *arguments, num_chunks, K**-0.5,
             H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=VP, BS=min(tiles.intra_slice, BK), REQUEST_TILE=REQUEST_TILE,
             GROUP=group, RAW_GATE=gate_params is not None, PER_CHANNEL=gate.dim() == 3,
             WIDE_ROWS=BT * max(strides) >= 2**31, STRONG=strong,

@@ -16,17 +16,19 @@ LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def log2_softplus(b_x):
-    """`softplus(x) / log(2)`: times -exp(A_log), the power of 2 that a decay is. Good to 2e-6 of itself.
+def log2_ratio(b_e):
+    """`log2(1 + e) / e` for e in [0, 1], by a minimax polynomial: half the instructions of a library logarithm, and no
+    loss where `1 + e` would round e away."""
+    b_p = 0.215323583 + b_e * (-0.0958284808 + b_e * 0.0204106271)
+    return 1.4426932 + b_e * (-0.721160352 + b_e * (0.477675379 + b_e * (-0.339112729 + b_e * b_p)))
 
-    `log2(1 + e) = e P(e)` on [0, 1] with a minimax P of degree 6: half the instructions of a library logarithm, and no
-    loss where `1 + e` would round e away.
-    """
+
+@triton.jit
+def log2_softplus(b_x):
+    """`softplus(x) / log(2)`: times -exp(A_log), the power of 2 that a decay is. Good to 2e-6 of itself."""
     b_x *= LOG2_E
     b_e = tl.exp2(-tl.abs(b_x))
-    b_p = 0.215323583 + b_e * (-0.0958284808 + b_e * 0.0204106271)
-    b_p = 1.4426932 + b_e * (-0.721160352 + b_e * (0.477675379 + b_e * (-0.339112729 + b_e * b_p)))
-    return tl.maximum(b_x, 0.0) + b_e * b_p
+    return tl.maximum(b_x, 0.0) + b_e * log2_ratio(b_e)
 
 
 @triton.jit
