@@ -131,6 +131,23 @@ def language(place: Sequence[int]) -> SimpleNamespace:
     )  # fmt: skip
 
 
+def functions_on_cpu(module: ModuleType, place: Sequence[int]) -> dict[str, Any]:
+    """The module's kernels and jit functions with torch under them, by name, for the program at `place`."""
+    names: dict[str, Any] = {
+        "gl": language(place),
+        "async_copy": Copies(),
+        "fence_async_shared": lambda: None,
+        "warpgroup_mma": multiply,
+        "warpgroup_mma_wait": wait_products,
+    }
+    for name, value in vars(module).items():
+        if isinstance(value, tl.constexpr):
+            names[name] = value.value
+        elif hasattr(value, "fn"):
+            names[name] = INSTRUCTIONS.get(name) or FunctionType(value.fn.__code__, names)
+    return names
+
+
 class KernelOnCpu:
     """Takes a kernel's place: called with a grid and the arguments of a launch, it runs the module's own source."""
 
@@ -150,21 +167,4 @@ class KernelOnCpu:
         values = [Pointer.to(x) if isinstance(x, Tensor) else x for x in args]
         for y in range(grid[1]):
             for x in range(grid[0]):
-                self._program((x, y))(*values, **constants)
-
-    def _program(self, place: tuple[int, int]) -> Callable[..., None]:
-        """The kernel with torch under it."""
-        names: dict[str, Any] = {
-            "gl": language(place),
-            "async_copy": Copies(),
-            "fence_async_shared": lambda: None,
-            "warpgroup_mma": multiply,
-            "warpgroup_mma_wait": wait_products,
-        }
-        for name, value in vars(self._module).items():
-            if isinstance(value, tl.constexpr):
-                names[name] = value.value
-            elif hasattr(value, "fn"):
-                names[name] = INSTRUCTIONS.get(name) or FunctionType(value.fn.__code__, names)
-        kernel: Callable[..., None] = names[self._name]
-        return kernel
+                functions_on_cpu(self._module, (x, y))[self._name](*values, **constants)

@@ -3,6 +3,7 @@ source runs over torch (gluon_chunked_on_cpu.py) between the other kernels in th
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import replace
 
 import pytest
@@ -17,13 +18,14 @@ from tests.ops.cases import (
     raw_delta_args,
 )
 from tests.ops.triton.devices import on_triton, relative_error
-from tests.ops.triton.gluon_chunked_on_cpu import KernelOnCpu
+from tests.ops.triton.gluon_chunked_on_cpu import KernelOnCpu, Pointer, functions_on_cpu
 from torch import Tensor
 
 from deltafold.ops import CHUNK_SIZE, portable, reference
 from deltafold.ops.triton import delta_chunked, hopper_chunked
 from deltafold.ops.triton.delta_chunked import LIMIT, delta_prefill
 from deltafold.ops.triton.gate import LOG2_E
+from deltafold.ops.triton.ragged import num_chunk_slots
 
 WIDTH = 128
 POOL = 7
@@ -170,17 +172,27 @@ def test_decays_of_every_strength(decay, device, hopper):
 
 @on_triton
 def test_a_gate_that_is_nan_stays_in_its_head_and_request(device, hopper):
-    requests = Requests([70, 66, 3], [0, 2, 1], [True, True, False], 3)
+    requests = Requests([3, 66, 2], [0, 2, 1], [True, True, False], 3)
     args = prefill_args(requests, 6, (2, 2))
     out, pool = run(args, device)
-    args[3][70 + 65, 1, 5] = torch.nan
+    args[3][3 + 65, 1, 5] = torch.nan
     wrong, wrong_pool = run(args, device)
-    assert wrong[70 + 64 : 70 + 66, 1].isnan().all()
+    assert wrong[3 + 64 : 3 + 66, 1].isnan().all()
     assert wrong_pool[2, 1].isnan().any()
-    wrong[70 + 64 : 70 + 66, 1] = out[70 + 64 : 70 + 66, 1]
+    wrong[3 + 64 : 3 + 66, 1] = out[3 + 64 : 3 + 66, 1]
     wrong_pool[2, 1] = pool[2, 1]
     assert_bit_equal(wrong, out, "outputs of others")
     assert_bit_equal(wrong_pool, pool, "states of others")
+
+
+@pytest.mark.parametrize("lengths", [[0], [1, 0, 64, 130], [1] * 130, [65, 0, 3] * 90], ids=len)
+def test_which_request_a_chunk_is_of(lengths):
+    """Up to more requests than are looked at together, by the rule of ragged.py."""
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    firsts = [start // CHUNK_SIZE + i for i, start in enumerate(starts[:-1].tolist())]
+    find = functions_on_cpu(hopper_chunked, (0, 0))["_find_request"]
+    for i_chunk in range(num_chunk_slots(sum(lengths), len(lengths), CHUNK_SIZE)):
+        assert int(find(Pointer.to(starts), i_chunk, len(lengths))) == bisect_right(firsts, i_chunk) - 1
 
 
 def placed(x: Tensor, stride: int) -> Tensor:
