@@ -32,8 +32,8 @@ PARTS = gl.constexpr(2)
 ROWS = gl.constexpr(32)
 """Of a half."""
 
-# Constants and no pins: the layouts are for this number of warps, and with 168 registers a thread three programs share a
-# multiprocessor and nothing spills.
+# Constants and no pins: the layouts are for this number of warps, and with 168 registers a thread nothing spills and
+# three programs share a multiprocessor.
 NUM_WARPS = 4
 REGISTERS = 168
 
