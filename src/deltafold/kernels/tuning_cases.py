@@ -92,10 +92,10 @@ def _steps(device: torch.device, N: int) -> Call:
 
 
 def _linear(device: torch.device, shape_class: str) -> Call:
-    """The widest projection, the router and the output projection, of one, three and eight tokens."""
-    weights = [_normal(device, N, K, scale=0.02) for N, K in ((12576, D), (256, D), (D, 4096))]
-    pairs = [(_normal(device, T, w.shape[1]), w) for T in (1, 3, 8) for w in weights]
-    return lambda: torch.cat([ops.linear(x, w, torch.bfloat16).flatten() for x, w in pairs])
+    """The widest projection and the router, of one, three and eight tokens."""
+    wide, narrow = _normal(device, 12576, D, scale=0.02), _normal(device, 256, D, scale=0.02)
+    inputs = [_normal(device, T, D) for T in (1, 3, 8)]
+    return lambda: torch.cat([ops.linear(x, w, torch.bfloat16).flatten() for x in inputs for w in (wide, narrow)])
 
 
 _GEMV = {"rows": (2, 4, 8), "cols": (256, 512, 1024), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4, 5)}
@@ -147,11 +147,6 @@ CASES: Mapping[str, Case] = {
             "num_warps": (1, 2, 4),
             "max_tokens": (1, 2, 4),
             "max_tokens_few_rows": (2, 4, 8),
-            "part_max_tokens": (0, 16),
-            "part_rows": (16, 32),
-            "part_cols": (64, 128),
-            "part_warps": (2, 4, 8),
-            "part_stages": (3, 4, 6),
         },
     ),
     "mla_decode": Case(_decode, _ATTENTION, lambda pins: pins["BM"] <= H),
