@@ -1,4 +1,4 @@
-"""Every kernel compiles for Hopper without a GPU and fits its shared memory (test_compiling_sm_121.py: a smaller one)."""
+"""Every kernel compiles for Hopper without a GPU and fits its shared memory; for less of it: test_compiling_sm_121.py."""
 
 from __future__ import annotations
 
