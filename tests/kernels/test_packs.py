@@ -30,7 +30,7 @@ from deltafold.kernels import build, load
 from deltafold.kernels.build import PackSummary
 from deltafold.kernels.load import KernelUse, use_pack
 from deltafold.kernels.pack import read_pack
-from deltafold.kernels.recording import META, ModelShape, record
+from deltafold.kernels.recording import META, ModelShape, Recorded, record
 from deltafold.kernels.source import all_kernels
 from deltafold.kernels.targets import TARGETS, published_config
 from deltafold.ops import triton as ops
@@ -350,6 +350,14 @@ def test_an_edited_pin_table_is_named_and_refused(
             use_pack(built.path, parse_config(SMALL), DTYPES, CUDA)
     finally:
         moe.grouped_plans.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [("hopper_experts.hopper_down_kernel", "ttgir"), ("norm.rms_norm_kernel", "ttir")]
+)
+def test_kernels_with_layouts_of_their_own_skip_the_passes_that_choose_them(name: str, stage: str) -> None:
+    kernel = all_kernels()[f"deltafold.ops.triton.{name}"]
+    assert build.source_of(Recorded(kernel, "", None, {}, {}, {}, {})).ext == stage
 
 
 @pytest.mark.parametrize("name", ["hash", "make_ir"])

@@ -141,13 +141,17 @@ def _compiled(recorded: Sequence[Recorded], target: Target) -> Iterator[tuple[Pa
     gpu = GPUTarget("cuda", target.capability, 32)
 
     def compile_one(one: Recorded) -> tuple[PackedLaunch, bytes]:
-        kind = GluonSource if one.kernel.is_gluon() else TritonSource
-        source = kind(one.kernel, one.signature, one.constants, one.attributes)
-        return _packed(one, triton.compile(source, target=gpu, options=one.options.__dict__), target)
+        return _packed(one, triton.compile(source_of(one), target=gpu, options=one.options.__dict__), target)
 
     # The passes and ptxas let go of the interpreter, so threads are enough.
     with _without_line_info(), ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         yield from pool.map(compile_one, recorded)
+
+
+def source_of(one: Recorded) -> OneParseAtATime:
+    """What Triton compiles: a kernel of `gluon.jit` comes with layouts and skips the passes that choose them."""
+    kind = GluonSource if one.kernel.is_gluon() else TritonSource
+    return kind(one.kernel, one.signature, one.constants, one.attributes)
 
 
 class OneParseAtATime(ASTSource):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Every kernel compiles for Hopper without a GPU and fits its shared memory; for less of it: test_compiling_sm_121.py."""
+"""Every kernel compiles for Hopper without a GPU and fits its memory (test_compiling_sm_121.py: for less of it)."""
 
 from __future__ import annotations
 
