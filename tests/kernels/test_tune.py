@@ -19,6 +19,7 @@ from deltafold.kernels.recording import META, launches_go_to
 from deltafold.kernels.targets import TARGETS
 from deltafold.kernels.tuning_cases import CASES, Case
 from deltafold.ops.triton.pinning import chosen, entries_of, pinned_for, read_entries, table_names
+from deltafold.ops.triton.prefill import EXPAND_ROWS
 from deltafold.ops.triton.softmax import AttentionTile
 
 CUDA = torch.device("cuda", 0)
@@ -83,6 +84,19 @@ def test_an_entry_replaces_its_own_and_keeps_the_others(
     assert "mla_decode: 214.5 -> 100.0 us" in str(tuned)
 
 
+KERNELS = {
+    "gemv_down": "gemv_down_kernel",
+    "gemv_up": "gemv_up_kernel",
+    "grouped_experts": "experts_up_kernel",
+    "linear": "gemv_kernel",
+    "mla_decode": "decode_split_kernel",
+    "mla_expand": "expand_kernel",
+    "mla_prefill": "prefill_kernel",
+    "mla_prefill_hopper": "hopper_prefill_kernel",
+}
+"""One that each table is for."""
+
+
 @pytest.mark.parametrize("arch", list(TARGETS))
 @pytest.mark.parametrize("table", sorted(CASES))
 def test_every_table_has_a_case_that_reads_it(table: str, arch: str) -> None:
@@ -98,6 +112,18 @@ def test_every_table_has_a_case_that_reads_it(table: str, arch: str) -> None:
             assert tune.nested(tune.flat(entry.pins)) == entry.pins
             case.prepare(META, entry.shape_class)()
     assert names
+    if table in KERNELS and (table != "mla_prefill_hopper" or arch == "sm_90"):
+        assert KERNELS[table] in names
+
+
+def test_no_tile_of_the_attention_is_half_expanded() -> None:
+    """Rows that the expansion leaves out may be NaN, and a probability of zero does not hide them."""
+    expanded = CASES["mla_expand"]
+    assert not expanded.fits({"BM": EXPAND_ROWS // 2})
+    assert all(entry.pins["BM"] % EXPAND_ROWS == 0 for entry in entries_of("mla_expand"))
+    for table in ("mla_prefill", "mla_prefill_hopper"):
+        assert all(EXPAND_ROWS % BN == 0 for BN in CASES[table].values["BN"])
+        assert all(EXPAND_ROWS % entry.pins["BN"] == 0 for entry in entries_of(table))
 
 
 def test_tables_and_cases_are_the_same() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deltafold.cache.memory import BLOCK_SIZE
 from deltafold.ops import triton as ops
+from deltafold.ops.triton.prefill import EXPAND_ROWS
 
 Call = Callable[[], Tensor]
 
@@ -52,14 +53,20 @@ def _decode(device: torch.device, shape_class: str) -> Call:
     return lambda: ops.mla_decode(q, cache, lengths, table, R, (K + P) ** -0.5)
 
 
-def _prefill(device: torch.device, shape_class: str) -> Call:
-    T, blocks = 2048, 128
-    q, kv_b = _normal(device, T, H, K + P), _normal(device, H, K + V, R, scale=0.05)
-    cache = _normal(device, blocks, BLOCK_SIZE, R + P)
-    table = torch.arange(blocks, dtype=torch.int32, device=device).view(1, blocks)
-    starts = torch.tensor([0, T], dtype=torch.int32, device=device)
-    lengths = torch.full((1,), blocks * BLOCK_SIZE, dtype=torch.int32, device=device)
-    return lambda: ops.mla_prefill(q, kv_b, cache, starts, lengths, table, (K + P) ** -0.5)
+def _prefill(N: int, extra: int) -> Callable[[torch.device, str], Call]:
+    """Prefills of N requests behind 6,144 tokens each, with `extra` columns of position. One request's keys and values
+    are the vendor's to expand, and only heads of the full model's widths are hopper_attention.py's."""
+
+    def prepare(device: torch.device, shape_class: str) -> Call:
+        T, blocks = 2048, 128
+        q, kv_b = _normal(device, N * T, H, K + extra), _normal(device, H, K + V, R, scale=0.05)
+        cache = _normal(device, N * blocks, BLOCK_SIZE, R + extra)
+        table = torch.arange(N * blocks, dtype=torch.int32, device=device).view(N, blocks)
+        starts = torch.arange(0, (N + 1) * T, T, dtype=torch.int32, device=device)
+        lengths = torch.full((N,), blocks * BLOCK_SIZE, dtype=torch.int32, device=device)
+        return lambda: ops.mla_prefill(q, kv_b, cache, starts, lengths, table, (K + extra) ** -0.5)
+
+    return prepare
 
 
 def _delta_prefill(device: torch.device, shape_class: str) -> Call:
@@ -151,10 +158,11 @@ CASES: Mapping[str, Case] = {
     ),
     "mla_decode": Case(_decode, _ATTENTION, lambda pins: pins["BM"] <= H),
     "mla_expand": Case(
-        _prefill,
-        {"BM": (64, 128), "BN": (64, 128, 256), "BK": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
+        _prefill(2, P // 2),
+        {"BM": (128, 256), "BN": (64, 128, 256), "BK": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
+        lambda pins: pins["BM"] % EXPAND_ROWS == 0,
     ),
-    "mla_prefill": Case(_prefill, _ATTENTION, lambda pins: pins["BM"] >= 64),
-    "mla_prefill_hopper": Case(_prefill, {"BN": (64, 128), "stages": (2, 3, 4), "heads": (4, 8, 16, 32)}),
+    "mla_prefill": Case(_prefill(2, P // 2), _ATTENTION, lambda pins: pins["BM"] >= 64),
+    "mla_prefill_hopper": Case(_prefill(1, P), {"BN": (64, 128), "stages": (2, 3, 4), "heads": (4, 8, 16, 32)}),
 }
 """By table."""

@@ -91,6 +91,8 @@ def warm_up_batches(
         yield step_of([with_room], 0, device, snapshot_at=BLOCK_SIZE)
     # The widest table, which decides how much of a long context is expanded at once.
     yield step_of([max_tokens], 0, device, num_columns=-(-max_model_len // BLOCK_SIZE))
+    # Many requests at once: of each, at least a chunk of its context is expanded.
+    yield step_of([1] * min(max_num_seqs, max_tokens), 0, device)
     yield step_of([1] * max_num_seqs, max_num_seqs, device)
 
 

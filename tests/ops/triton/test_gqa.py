@@ -8,7 +8,7 @@ from tests.ops.cases import generator, paged_contexts, randn, starts_of
 from tests.ops.triton.devices import on_triton, relative_error
 
 from deltafold.ops import reference
-from deltafold.ops.triton import gqa
+from deltafold.ops.triton import attention, gqa, prefill
 
 
 def to(device, *tensors):
@@ -50,3 +50,48 @@ def test_blocks_that_16_does_not_divide_are_refused(device):
     arguments = to(device, randn(gen, 1, 2, 16), *caches, seq_lens, table)
     with pytest.raises(ValueError, match=r"16 divides, got 8"):
         gqa.gqa_decode(*arguments, 1.0)
+
+
+def attentions(device):
+    """The four ops that read a block table, each as a function of (block_table, seq_lens, number of tokens)."""
+    gen = generator(5)
+    caches, seq_lens, table = paged_contexts(gen, [40, 70], [(2, 16), (2, 32), (48,)], 16, torch.float32)
+    keys, values, latent = to(device, *caches)
+    q, q_latent = randn(gen, 2, 4, 16).to(device), randn(gen, 2, 4, 48).to(device)
+    q_full, kv_b = randn(gen, 2, 4, 32).to(device), randn(gen, 4, 48, 32).to(device)
+
+    def starts(seq_lens):
+        return torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=device)
+
+    def gqa_prefill(table, seq_lens, n):
+        return gqa.gqa_prefill(q[:n], keys, values, starts(seq_lens), seq_lens, table, 0.25)
+
+    def gqa_decode(table, seq_lens, n):
+        return gqa.gqa_decode(q[:n], keys, values, seq_lens, table, 0.25)
+
+    def mla_prefill(table, seq_lens, n):
+        return prefill.mla_prefill(q_full[:n], kv_b, latent, starts(seq_lens), seq_lens, table, 0.25)
+
+    def mla_decode(table, seq_lens, n):
+        return attention.mla_decode(q_latent[:n], latent, seq_lens, table, 32, 0.25)
+
+    return (gqa_prefill, gqa_decode, mla_prefill, mla_decode), *to(device, seq_lens, table)
+
+
+@on_triton
+def test_a_block_table_may_lie_by_columns(device, poisoned_memory):
+    ops, seq_lens, table = attentions(device)
+    for op in ops:
+        assert torch.equal(op(table.T.contiguous().T, seq_lens, 2), op(table, seq_lens, 2))
+
+
+@on_triton
+def test_without_blocks_or_requests_all_is_zero(device, poisoned_memory):
+    ops, seq_lens, table = attentions(device)
+    for op in ops:
+        padded = op(table[:, :0], torch.zeros_like(seq_lens), 2)
+        assert torch.equal(padded, torch.zeros_like(padded))
+        assert len(op(table[:0], seq_lens[:0], 0)) == 0
+    for op in (ops[0], ops[2]):
+        nobodys = op(table[:0], seq_lens[:0], 2)
+        assert torch.equal(nobodys, torch.zeros_like(nobodys))

@@ -114,6 +114,9 @@ def test_queries_that_the_copy_engine_cannot_read_are_copied():
     wide = torch.zeros(len(q), 3, NOPE + P + 4, dtype=torch.bfloat16)
     wide[..., : NOPE + P] = q
     assert torch.equal(run(wide[..., : NOPE + P]), run(q))
+    shifted = torch.zeros(q.numel() + 1, dtype=torch.bfloat16)[1:].view(q.shape)  # contiguous, at an odd address
+    shifted.copy_(q)
+    assert torch.equal(run(shifted), run(q))
 
 
 def test_what_it_takes(monkeypatch):

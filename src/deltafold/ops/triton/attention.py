@@ -22,6 +22,7 @@ from deltafold.ops.triton.launch import (
     wait_for_predecessor,
 )
 from deltafold.ops.triton.pinning import pinned
+from deltafold.ops.triton.ragged import dense_rows
 from deltafold.ops.triton.softmax import LOG2_E, AttentionTile, tile_width
 
 MIN_ROW_TILE = 16
@@ -191,8 +192,9 @@ def _attend(
     if block_size % MIN_ROW_TILE:
         raise ValueError(f"latent decode needs a block size that {MIN_ROW_TILE} divides, got {block_size}")
     out = torch.empty(N, H, rank, dtype=q.dtype, device=q.device)
-    if N == 0:
-        return out
+    if N == 0 or block_table.shape[1] == 0:
+        return out.zero_()
+    block_table = dense_rows(block_table)
     tile = pinned(AttentionTile, "mla_decode", q)
     BN = math.gcd(tile.BN, block_size)
     head_tile = min(tile.BM, max(16, triton.next_power_of_2(H)))

@@ -188,8 +188,9 @@ def gqa_prefill(
     """See `Ops.gqa_prefill`; ValueError if the block size is no multiple of 16."""
     (T, H, K), (_, block_size, HK, V), N = q.shape, value_cache.shape, seq_lens.shape[0]
     out = torch.empty(T, H, V, dtype=q.dtype, device=q.device)
-    if T == 0:
-        return out
+    if T == 0 or N == 0 or block_table.shape[1] == 0:
+        return out.zero_()
+    block_table = dense_rows(block_table)
     tile = COMPACT_PREFILL if is_compact(q) else PREFILL
     BN, BK, BV = _row_tile(tile, block_size), tile_width(K), tile_width(V)
     keys, values, k, v, tma = _sources(key_cache, value_cache, BN)
@@ -292,8 +293,9 @@ def gqa_decode(
     block size is no multiple of 16."""
     (N, H, K), (_, block_size, HK, V) = q.shape, value_cache.shape
     out = torch.empty(N, H, V, dtype=q.dtype, device=q.device)
-    if N == 0:
-        return out
+    if N == 0 or block_table.shape[1] == 0:
+        return out.zero_()
+    block_table = dense_rows(block_table)
     tile = COMPACT_DECODE if is_compact(q) else DECODE
     BN = _row_tile(tile, block_size)
     head_tiles = triton.cdiv(H // HK, tile.BM)

@@ -474,7 +474,7 @@ def attend_chunk(
     (T, H, width), V, N, P = q.shape, out.shape[2], seq_lens.shape[0], pe.shape[1]
     nope = width - P
     if q.stride(2) != 1 or q.stride(1) != width or q.stride(0) % 8 or q.data_ptr() % 16:
-        q = q.contiguous()
+        q = q.clone(memory_format=torch.contiguous_format)  # also one that counts as contiguous already
     rows = q.as_strided((T, H * width), (q.stride(0), 1))
     tile = pinned(HopperTile, "mla_prefill_hopper", q)
     num_slots = num_chunk_slots(T, N, QUERIES)

@@ -17,14 +17,15 @@ from torch import Tensor
 from deltafold.ops.triton.hopper_attention import attend_chunk, can_attend
 from deltafold.ops.triton.launch import load_tile, product, tile_source
 from deltafold.ops.triton.pinning import pinned
-from deltafold.ops.triton.ragged import REQUEST_TILE, find_request, first_chunk, num_chunk_slots
+from deltafold.ops.triton.ragged import REQUEST_TILE, dense_rows, find_request, first_chunk, num_chunk_slots
 from deltafold.ops.triton.softmax import LOG2_E, AttentionTile, softmax_step, tile_width
 
 WORKSPACE_ROWS = 16384
 """Context rows expanded at a time over all requests of a prefill; 268 MB at 32 heads of 128 + 128 in bfloat16."""
 
 EXPAND_ROWS = 128
-"""Chunks are multiples of it. Tiles of the context's rows divide it, so that none is read half written."""
+"""Chunks and tiles of the expansion are multiples of it, tiles of the attention's context rows divide it: so none of
+these is read half written."""
 
 
 GATHER_ROWS = 16
@@ -33,7 +34,7 @@ GATHER_ROWS = 16
 
 @dataclass(frozen=True)
 class ExpandTile:
-    """Tile of the expansion: BM context rows, BN columns, BK of the latent rank."""
+    """Tile of the expansion: BM context rows, a multiple of EXPAND_ROWS; BN columns, BK of the latent rank."""
 
     BM: int
     BN: int
@@ -237,8 +238,9 @@ def mla_prefill(
     nope = q.shape[2] - P
     V = expanded - nope
     out = torch.empty(T, H, V, dtype=q.dtype, device=q.device)
-    if T == 0:
-        return out
+    if T == 0 or N == 0 or block_table.shape[1] == 0:
+        return out.zero_()
+    block_table = dense_rows(block_table)
     max_context = block_table.shape[1] * latent_cache.shape[1]
     chunk = min(triton.cdiv(max_context, EXPAND_ROWS), max(1, WORKSPACE_ROWS // N // EXPAND_ROWS)) * EXPAND_ROWS
     kv = torch.empty(N * chunk, H * expanded, dtype=q.dtype, device=q.device)
