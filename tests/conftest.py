@@ -22,6 +22,14 @@ def pytest_configure(config: pytest.Config) -> None:
         PLACE.device, PLACE.backend = torch.device("cuda"), "triton"
 
 
+LONG_FILES = ("test_compiling.py", "test_compiling_sm_121.py")
+"""Begun first: at the end one of two processes would wait for them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """The tests' tensors are tiny: a second thread would only wait, and on a busy machine it waits long."""
