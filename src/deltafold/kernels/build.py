@@ -150,7 +150,7 @@ def _compiled(recorded: Sequence[Recorded], target: Target) -> Iterator[tuple[Pa
 
 def source_of(one: Recorded) -> OneParseAtATime:
     """What Triton compiles: a kernel of `gluon.jit` comes with layouts and skips the passes that choose them."""
-    kind = GluonSource if one.kernel.is_gluon() else TritonSource
+    kind = GluonSource if one.kernel.is_gluon() else OneParseAtATime
     return kind(one.kernel, one.signature, one.constants, one.attributes)
 
 
@@ -167,10 +167,6 @@ class OneParseAtATime(ASTSource):  # type: ignore[misc]
     def make_ir(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
             return super().make_ir(*args, **kwargs)
-
-
-class TritonSource(OneParseAtATime):
-    """A kernel of `triton.jit`."""
 
 
 class GluonSource(OneParseAtATime, GluonASTSource):  # type: ignore[misc]
@@ -210,9 +206,8 @@ def _packed(one: Recorded, compiled: Any, target: Target) -> tuple[PackedLaunch,
     ]
     cubin = compiled.asm["cubin"]
     known = {k: v for k, v in asdict(packed_without_cubin(one)).items() if k != "tensor_maps"}
-    # Warps that a kernel starts beside the given ones count too.
-    known |= {"num_warps": metadata.num_warps}
     known |= {"symbol": metadata.name, "shared": metadata.shared, "cubin": hashlib.sha256(cubin).hexdigest()}
+    known |= {"num_warps": metadata.num_warps}  # those too that the kernel starts beside the given ones
     return PackedLaunch(**known, tensor_maps=tensor_maps), cubin
 
 

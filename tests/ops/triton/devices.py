@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from deltafold.ops.triton.launch import device_facts
+
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 
 on_triton = pytest.mark.parametrize(
@@ -26,6 +28,12 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return memory.fill_(torch.nan if memory.is_floating_point() else 1)
 
     monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture
+def on_hopper() -> None:
+    if device_facts(torch.device("cuda")).arch != "sm_90":
+        pytest.skip("these kernels are for compute capability 9.0")
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

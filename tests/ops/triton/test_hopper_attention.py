@@ -171,12 +171,6 @@ def test_a_fault_in_the_source_is_seen(fault):
         check_all()
 
 
-@pytest.fixture
-def on_hopper() -> None:
-    if launch.device_facts(torch.device("cuda")).arch != "sm_90":
-        pytest.skip("this kernel is for compute capability 9.0")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel_agrees_with_float32_and_repeats(case, on_hopper, monkeypatch):

@@ -182,12 +182,6 @@ def test_a_fault_in_the_source_is_seen(fault, poisoned_memory):
         check_all()
 
 
-@pytest.fixture
-def on_hopper() -> None:
-    if launch.device_facts(torch.device("cuda")).arch != "sm_90":
-        pytest.skip("these kernels are for compute capability 9.0")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("routing", "D", "width", "programs"), CASES)
 def test_the_kernels_agree_with_the_reference(routing, D, width, programs, on_hopper, monkeypatch, poisoned_memory):

@@ -492,12 +492,14 @@ def _run(
         q, k, v, gate, beta, A_log, dt_bias, query_start_loc, state_slots,
         qkw, u, scores, decay, is_strong, *strides, N,
     )  # fmt: skip
-    is_on_hopper = fits_hopper(q, k, v, gate, gate_params, strides)
-    if is_on_hopper:
+    launches = [(True, STRONG_GROUP)]
+    if fits_hopper(q, k, v, gate, gate_params, strides):
         hopper_intra_chunk_kernel[(HV, num_chunks)](
             *arguments, K**-0.5, H=H, HV=HV, LIMIT=2 * LIMIT.value, num_warps=NUM_WARPS, maxnreg=REGISTERS, **overlap(q)
         )
-    for strong, group in ((True, STRONG_GROUP),) if is_on_hopper else ((False, 1), (True, STRONG_GROUP)):
+    else:
+        launches.insert(0, (False, 1))
+    for strong, group in launches:
         intra_chunk_kernel[(HV, triton.cdiv(num_chunks, group))](
             *arguments, num_chunks, K**-0.5,
             H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=VP, BS=min(tiles.intra_slice, BK), REQUEST_TILE=REQUEST_TILE,

@@ -91,9 +91,7 @@ class Groups:
     tile_expert: Tensor  # [max_tiles] int32, -1 for the tiles that are not needed
     row_weights: Tensor  # [max_tiles * BM] float32, written where there is a pair; [0] for a small sort
     counts: Tensor  # [BLOCK_E] int32, pairs by expert; [0] for a small sort
-    counters: (
-        Tensor  # [2] int32: zero, until one up and one down GEMM of hopper_experts.py have used them; [0] as above
-    )
+    counters: Tensor  # [2] int32, zero before one up and one down GEMM of hopper_experts.py; [0] for a small sort
 
     @classmethod
     def allocate(cls, ids: Tensor, num_experts: int, BM: int, is_small: bool) -> Groups:
@@ -539,12 +537,11 @@ def sum_choices(rows: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
 def group_pairs(ids: Tensor, weights: Tensor, num_experts: int, BM: int, is_small: bool) -> Groups:
     """Pairs sorted by expert in tiles of BM rows."""
     P, groups = ids.numel(), Groups.allocate(ids, num_experts, BM, is_small)
-    pairs, tile_expert, counts = groups.pairs, groups.tile_expert, groups.counts
+    pairs, tile_expert = groups.pairs, groups.tile_expert
     block_e = triton.next_power_of_2(num_experts)
-    first_rows = tile_expert
-    if is_small:
-        counts = tile_expert
-    else:
+    counts = first_rows = tile_expert  # unused by a small sort
+    if not is_small:
+        counts = groups.counts
         first_rows = torch.empty(block_e, dtype=torch.int32, device=ids.device)
         count_pairs_kernel[(triton.cdiv(P, SORT_TILE),)](
             ids, counts, P, BLOCK_P=SORT_TILE, BLOCK_E=block_e, num_warps=4, **overlap(ids)

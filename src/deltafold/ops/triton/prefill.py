@@ -249,9 +249,10 @@ def mla_prefill(
     acc = torch.empty((T if is_carried else 0), H, V, dtype=torch.float32, device=q.device)
     max_sum = torch.empty(2, T, H, dtype=torch.float32, device=q.device)
     weight = kv_b.reshape(H * expanded, R).contiguous()
+    attend = attend_chunk if can_attend(q, nope, P, V) else _attend_chunk
     for chunk_start in range(0, max_context, chunk):
         _expand(weight, latent_cache, seq_lens, block_table, kv, pe, chunk_start, chunk)
-        _attend_chunk(q, kv, pe, query_start_loc, seq_lens, acc, max_sum, out, chunk_start, chunk, scale)
+        attend(q, kv, pe, query_start_loc, seq_lens, acc, max_sum, out, chunk_start, chunk, scale)
     return out
 
 
@@ -302,9 +303,6 @@ def _attend_chunk(
     (T, H, key_dim), V, N, P = q.shape, out.shape[2], seq_lens.shape[0], pe.shape[1]
     tile = pinned(AttentionTile, "mla_prefill", q)
     nope = key_dim - P
-    if can_attend(q, nope, P, V):
-        attend_chunk(q, kv, pe, query_start_loc, seq_lens, acc, max_sum, out, chunk_start, chunk, scale)
-        return
     BK, BV, BP = tile_width(nope), tile_width(V), tile_width(P)
     sources = [tile_source(kv, tile.BN, BK), tile_source(kv, tile.BN, BV), tile_source(pe, tile.BN, BP)]
     # A descriptor reads whole tiles: their excess columns would be another head's.
